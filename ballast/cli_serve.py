@@ -16,6 +16,7 @@ from ballast.cli_common import FleetFile, importing, load, with_preset
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ballast.cluster.hosts.hosted_workers import RayHosts
     from ballast.core.settings import FleetSettings, ServerSettings
 
 log = getLogger(__name__)
@@ -82,6 +83,14 @@ NoChanges = Annotated[
 ]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 LogFormat = Annotated[str, typer.Option(envvar="BALLAST_LOG_FORMAT", help="text or json.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Devices on the nodes of this Ray cluster: HOST:PORT, auto; default: the file's.",
+    ),
+]
 OtlpEndpoint = Annotated[
     str | None,
     typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
@@ -102,11 +111,11 @@ def serve(
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
     otlp_endpoint: OtlpEndpoint = None,
+    ray: RayAddress = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
     from ballast.bench.progress import lines_to
     from ballast.cluster.logs import set_up_logs
-    from ballast.cluster.machine_check import check_machine, memory_warning
     from ballast.fleet.fleet_source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
@@ -128,9 +137,7 @@ def serve(
     with lines_to(lambda line: log.info("%s", line)) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
-        check_machine(reading.fleet)
-        if (warning := memory_warning(reading.fleet)) is not None:
-            log.warning(warning)
+        cluster = _ray_of(ray, reading.fleet)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
         # After the file has been judged: this takes seconds.
@@ -144,9 +151,32 @@ def serve(
             progress=lambda text: lines.at("loading models", 0, note=text),
             reading=reading,
             otlp_endpoint=otlp_endpoint,
+            ray=cluster,
             own_process=True,
         )
     raise typer.Exit(code)
+
+
+def _ray_of(address: str | None, fleet: FleetSettings) -> RayHosts | None:
+    """Return the Ray cluster of a fleet; None: it is served on this machine, which has what it
+    needs. Raises ConfigError."""
+    if address is None and fleet.hosts is not None:
+        address = fleet.hosts.ray
+    if address:
+        from ballast.cluster.hosts.hosted_workers import RayHosts
+
+        return RayHosts(address)
+    _check_here(fleet)
+    return None
+
+
+def _check_here(fleet: FleetSettings) -> None:
+    """Check a fleet against this machine. Raises ConfigError."""
+    from ballast.cluster.machine_check import check_machine, memory_warning
+
+    check_machine(fleet)
+    if (warning := memory_warning(fleet)) is not None:
+        log.warning(warning)
 
 
 def _with_options(
@@ -257,24 +287,28 @@ def _readable(url: str) -> Iterator[None]:
 
 
 def drain(
-    device: Annotated[str, typer.Argument(help="Its name, as in the fleet file.")],
+    device: Annotated[
+        str, typer.Argument(metavar="DEVICE|HOST", help="Its name, as in the fleet file or in Ray.")
+    ],
     url: Url = HERE,
     key: Key = None,
     undo: Annotated[
         bool, typer.Option("--undo", help="It takes requests again (also called uncordon).")
     ] = False,
 ) -> None:
-    """Empty a device of a server for maintenance: its models go to others, and so do its requests,
-    in the middle of their answers; nothing comes to it until --undo.
+    """Empty a device, or all devices of a host, for maintenance: models go to others, and so do
+    requests, in the middle of their answers; nothing comes there until --undo.
 
     Exit code 1 if it cannot be done, with the reason; nothing has changed then.
     """
+    from urllib.parse import quote
+
     import httpx
 
     wanted = "uncordon" if undo else "drain"
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        path = f"{url.rstrip('/')}/admin/devices/{device}/{wanted}"
+        path = f"{url.rstrip('/')}/admin/devices/{quote(device, safe='')}/{wanted}"
         answer = httpx.post(path, headers=headers, timeout=DRAINING)
         document = answer.json()
     except (httpx.HTTPError, ValueError) as error:

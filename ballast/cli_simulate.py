@@ -57,9 +57,9 @@ Placed = Annotated[
     str | None,
     typer.Option(
         "--placement",
-        help="weights, work, follow, both, kvpr, link or swiftcache: by weights, or by expected "
-        "work as well; for good, as the load goes, to the least KV pressure, or within a shared "
-        "link's budget. "
+        help="weights, work, follow, both, kvpr, link, swiftcache or price: by weights, or by "
+        "expected work as well; for good, as the load goes, to the least KV pressure, within a "
+        "shared link's budget, or to where pages are worth most. "
         "Default: the fleet file's, else the preset's own. For simulate also a .toml file that "
         "names each model's devices.",
     ),
@@ -70,7 +70,7 @@ Links = Annotated[
 ]
 Orders = Annotated[
     Path | None,
-    typer.Option("--orders", help="A .toml file: what devices lend each other, and recall, when."),
+    typer.Option("--orders", help="A .toml file: what operators order, and when."),
 ]
 
 

@@ -3,6 +3,7 @@
 The command line may import it. It imports everything but `dashboard`.
 
 - `cluster_run`: Run a workload on a simulated cluster.
+- `demo_questions`: The same questions to all models, and who waited how long.
 - `demo_result`: The demo's results, live and in virtual time.
 - `demo_terms`: Choose the demo's budget, link, bursts and service levels.
 - `demo`: `ballast demo`: presets compared live.
@@ -17,10 +18,12 @@ The command line may import it. It imports everything but `dashboard`.
 - `doctor`: `ballast doctor`: is this machine fit for this fleet?
 - `expected_load`: State what a workload will ask of each model.
 - `fairness`: Fairness of KV memory between models (MuxServe, Equation 2).
+- `fleet_delta`: Write a fine-tune as a low-rank delta over its base.
 - `host_loading`: Load a fleet's models into a host tier.
 - `http_profile`: Costs of the engine behind a server on this machine.
 - `http`: Benchmark target: a server, over the OpenAI API.
 - `inprocess`: A live device in this process, for benchmarks.
+- `kept_measurement`: What the demo measured of a fleet, kept for the next demo.
 - `machine_load`: CPU time of other processes during a measurement.
 - `model_sizes`: Sizes of a fleet's models for simulations.
 - `page_data`: Data from which the page's script draws.
@@ -36,11 +39,13 @@ The command line may import it. It imports everything but `dashboard`.
 - `run_options`: Workload, service levels and options of a command line and a fleet file.
 - `run`: One workload under several presets.
 - `sample`: Samples and decisions of devices during a run.
+- `served_fleet`: Simulate a running server's fleet, in a process of its own.
 - `server_process`: `ballast serve` as a child process, for benchmarks.
 - `servers`: Run a workload on controllers and workers, without HTTP.
 - `simulation_samples`: Samples of memory and queues during a simulation.
 - `simulation_setup`: Build a simulation's inputs from its command line.
 - `simulation`: `ballast simulate`: a workload on simulated devices under each preset.
+- `smollm2_fleet`: A fleet of SmolLM2 and fine-tunes of it, made here.
 - `stories`: Story files of runs.
 - `story_report`: Rebuild a run's report from its story.
 - `story_tables`: Stories as terminal text: two side by side, and differences in a replay.

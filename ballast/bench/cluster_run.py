@@ -7,7 +7,7 @@ Everything happens in virtual time; no model runs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -20,17 +20,22 @@ from ballast.bench.simulation_samples import SimulationSampler
 from ballast.bench.stories import SinkOf
 from ballast.core.cost import Traffic
 from ballast.core.event import FailedOutput, Output
-from ballast.core.fleet import FleetAction, Place, Withdraw
+from ballast.core.fleet import Place, Withdraw
 from ballast.core.model import ModelSpec, weight_bytes
+from ballast.core.order import Order
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, Slo
+from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import Preset
 from ballast.sim.cluster import SERVED, Cluster, Kind
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles
 from ballast.sim.device import COUNTED, SimDevice
-from ballast.sim.known_traffic import reveal
 from ballast.workload.workload import Workload, WorkloadRequest
+
+Estimates = Callable[[Iterable[ModelState], Workload], None]
+"""Gives a device's models other estimates of a workload to come than those that they learn:
+`sim.known_traffic.reveal`, `sim.distorted_traffic.Distortion.impose`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +103,18 @@ def run_cluster(
     sink_of: SinkOf = lambda device: None,
     files: ClusterFiles = NO_FILES,
     planned: bool = True,
-    known: bool = False,
+    estimates: Estimates | None = None,
+    open_ended: bool = False,
 ) -> ClusterRun:
     """Simulate a cluster that serves the workload.
 
     The traffic that a fleet policy expects is the workload's own, on average and in each model's
-    busiest seconds; `planned`: so do the models' settings. `known`: devices' estimates of arrivals
-    and lengths are what will come (`sim.known_traffic`). `files`: see `Cluster`. `progress` gets
-    the number of requests that have arrived, `missed` the model of each request whose first token
-    is late, or that fails; `sink_of` returns the sink of a device's story. Raises ConfigError, and
-    errors of the callbacks.
+    busiest seconds; `planned`: so do the models' settings. `estimates` are put in place of what
+    devices learn of it. `open_ended`: requests are bounded by their contexts alone, as of clients
+    that give no bound; else each by the length of its answer. `files`: see `Cluster`. `progress`
+    gets the number of requests that have arrived, `missed` the model of each request whose first
+    token is late, or that fails; `sink_of` returns the sink of a device's story. Raises
+    ConfigError, and errors of the callbacks.
     """
     specs = specs_expecting(specs, workload) if planned else list(specs)
     observer = _Observer(workload, slos, missed)
@@ -126,10 +133,10 @@ def run_cluster(
         steps=observer.recorder.tokens,
     )
     observer.devices = cluster.devices
-    if known:
+    if estimates is not None:
         for device in cluster.devices.values():
-            reveal(device.state.models.values(), workload)
-    seconds = cluster.run(_arrivals(workload, specs, observer, progress))
+            estimates(device.state.models.values(), workload)
+    seconds = cluster.run(_arrivals(workload, specs, observer, progress, open_ended=open_ended))
     progress(len(workload.requests))
     report = Report.of(
         observer.recorder.records(),
@@ -179,9 +186,9 @@ class _Observer:
         if isinstance(output, FailedOutput) or at - request.at > self._slos[request.model].ttft:
             self._missed(request.model)
 
-    def record_move(self, at: float, action: FleetAction, refused: str | None) -> None:
-        """Record an action of the fleet policy, and the reason if it was `refused`."""
-        move = {"at": at, "action": type(action).__name__, **asdict(action)}
+    def record_move(self, at: float, order: Order, refused: str | None) -> None:
+        """Record an order of the fleet policy or of an operator, with the reason if `refused`."""
+        move = {"at": at, "action": type(order).__name__, **asdict(order)}  # type: ignore[call-overload]
         self.moves.append(move if refused is None else {**move, "refused": refused})
 
     def record_turn(self, device: str, at: float, state: DeviceState) -> None:
@@ -195,11 +202,18 @@ def _arrivals(
     specs: Sequence[ModelSpec],
     observer: _Observer,
     progress: Callable[[int], None],
+    *,
+    open_ended: bool,
 ) -> Iterator[Submission]:
     """Yield the submissions of a workload in order, each recorded as it arrives."""
     prompts = prompts_of(vocabularies_of(specs))
+    contexts = {s.name: s.max_model_len for spec in specs for s in spec.served}
     for n, request in enumerate(workload.requests):
-        submission = submission_for(request, prompts(request))
+        context = contexts[request.model] if open_ended else None
+        submission = submission_for(request, prompts(request), context)
+        if open_ended:
+            for device in observer.devices.values():
+                device.ends[submission.id] = request.prompt_tokens + request.output_tokens - 1
         observer.record_arrival(request, submission.id)
         progress(n)
         yield submission

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 
+from ballast.bench import kept_measurement
+from ballast.bench.demo_questions import ModelAnswer, ask, said, waits_table
 from ballast.bench.demo_result import Compared, agreement, result_table
 from ballast.bench.demo_terms import DemoTerms, choose_terms, simulated
-from ballast.bench.machine_load import DISTURBED, OtherLoad
+from ballast.bench.machine_load import OtherLoad, disturbance
 from ballast.bench.plot import plot
 from ballast.bench.progress import Progress, shown, training
 from ballast.bench.record import Prompts, prompts_of, vocabularies_of
@@ -24,14 +25,18 @@ from ballast.bench.report import Report
 from ballast.bench.run import report_http
 from ballast.bench.run_options import slos_of
 from ballast.bench.server_process import serving
+from ballast.bench.smollm2_fleet import make_fleet_to_try
 from ballast.bench.verdict import verdict
+from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
-from ballast.fleet.make import DEFAULT_STEPS, make_fleet
+from ballast.fleet.make import DEFAULT_STEPS
 from ballast.sim.calibrate import calibrated
+from ballast.sim.machine_profile import MachineProfile
 
-PRESETS = ("static+deadline", "lru+deadline", "recompute+deadline", "balloon")
-"""All in the order of compute that `balloon` has."""
-QUESTION = "What is a ship's ballast?"
+PRESETS = ("static+deadline", "lru+deadline", "recompute+deadline", "ballast")
+"""All in the order of compute that `ballast` has."""
+LEAST = 20
+"""Requests at least, where shorter ones bring as many."""
 PATIENCE = 30.0
 """Seconds after which a request is given up, and has failed."""
 
@@ -55,17 +60,15 @@ def run_demo(
     parts: dict[str, float] = {}
     with shown() as progress:
         if not file.exists():
-            with _timed(parts, "making eight small models (once)"):
-                make_fleet(
-                    directory,
-                    steps=DEFAULT_STEPS if steps is None else steps,
-                    progress=training(progress),
+            with _timed(parts, "making the models (once)"):
+                make_fleet_to_try(
+                    directory, steps=steps, toy_steps=DEFAULT_STEPS, progress=training(progress)
                 )
         fleet = load(file)
-        with _timed(parts, "measuring this machine"), OtherLoad() as others:
-            profile, specs = calibrated(fleet, rounds=1, progress=progress)
+        with _timed(parts, "measuring this machine"):
+            profile, specs, notes = _measured(fleet, directory / kept_measurement.FILE, progress)
         with _timed(parts, "in virtual time"):
-            terms = choose_terms(fleet, specs, profile, seconds, seed)
+            terms = choose_terms(fleet, specs, profile, seconds, seed, least=LEAST)
             terms.write(file, compared)
             virtual = {}
             for i, preset in enumerate(PRESETS):
@@ -73,33 +76,45 @@ def run_demo(
                 chosen = terms.of(load(compared), preset)
                 virtual[preset] = simulated(chosen, specs, profile, terms.workload)
             progress("in virtual time", len(PRESETS), len(PRESETS))
-        _show_terms(terms, others, console)
+        for line in (f"the same for every preset: {terms.describe()}", *notes):
+            console.print(line, soft_wrap=True)
         prompts = prompts_of(vocabularies_of(specs))
         live: dict[str, Report] = {}
-        answers: list[str] = []
+        answers: dict[str, list[ModelAnswer]] = {}
         for preset in PRESETS:
             with _timed(parts, f"{preset}, live"):
                 chosen = terms.of(load(compared), preset)
-                show = answers.append if preset == PRESETS[-1] else None
-                live[preset] = _live(compared, chosen, terms, prompts, progress, show)
+                live[preset], answers[preset] = _live(compared, chosen, terms, prompts, progress)
     results = [Compared(live[p], virtual[p]) for p in PRESETS]
     png.parent.mkdir(parents=True, exist_ok=True)
     plot([r.live for r in results], png)
-    console.print(
-        f"[bold]{fleet.models[0].name}[/bold]: {QUESTION}\n  {answers[0]!r}", soft_wrap=True
-    )
+    for line in said(answers[PRESETS[-1]]):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(waits_table(answers))
     _show_results(results, parts, f"drawn: {png}; next: ballast serve {file}", console)
 
 
-def _show_terms(terms: DemoTerms, others: OtherLoad, console: Console) -> None:
-    """Print the terms, and a warning where `others` disturbed the measurement behind them."""
-    console.print(f"the same for every preset: {terms.describe()}", soft_wrap=True)
-    if others.cores > DISTURBED:
-        console.print(
-            f"other processes took {others.cores:.1f} cores while this machine was measured: "
-            "what follows is of a busy machine",
-            soft_wrap=True,
-        )
+def _measured(
+    fleet: FleetSettings, file: Path, progress: Progress
+) -> tuple[MachineProfile, Sequence[ModelSpec], list[str]]:
+    """Return what this machine can do, by an earlier demo's measurement in `file` where it holds,
+    the models' sizes, and what is to be said of the measurement."""
+    key = kept_measurement.key_of(fleet)
+    kept = kept_measurement.find(file, key)
+    if kept is not None:
+        note = f"this machine was measured on {kept.when}; to measure it again remove {file}"
+        return kept.profile, kept.specs, [note]
+    with OtherLoad() as others:
+        profile, specs = calibrated(fleet, rounds=1, progress=progress)
+    notes = []
+    if factors := profile.spread.quantiles:
+        low, high = (factors[i * len(factors) // 4] for i in (1, 3))
+        notes.append(f"half of this machine's jobs took {low:.2f} to {high:.2f} of the fitted time")
+    if (warning := disturbance(others)) is None:
+        kept_measurement.keep(file, key, profile, specs)
+    else:
+        notes.append(f"what follows is of a busy machine: {warning}")
+    return profile, specs, notes
 
 
 def _show_results(
@@ -119,12 +134,9 @@ def _live(
     terms: DemoTerms,
     prompts: Prompts,
     progress: Progress,
-    show: Callable[[str], None] | None,
-) -> Report:
-    """Serve the workload under the fleet's preset; returns the clients' report.
-
-    Afterwards `show` gets an answer of the first model, if the preset placed that model.
-    """
+) -> tuple[Report, list[ModelAnswer]]:
+    """Serve the workload under the fleet's preset; returns the clients' report, and what all models
+    then answered to the same questions."""
     preset = fleet.preset
     progress(f"{preset}, live: starting", 0)
     with serving(file, "--preset", preset, "--no-changes", "--log-level", "error") as running:
@@ -137,9 +149,7 @@ def _live(
             timeout=PATIENCE,
             progress=progress,
         )
-        if show is not None:
-            show(chat(running.url, fleet.models[0].name))
-        return report
+        return report, ask(running.url, [m.name for m in fleet.models])
 
 
 @contextlib.contextmanager
@@ -152,16 +162,3 @@ def _timed(parts: dict[str, float], name: str) -> Iterator[None]:
 def _took(parts: Mapping[str, float]) -> str:
     each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
     return f"took {sum(parts.values()):.0f} s: {each}"
-
-
-def chat(url: str, model: str, most: int = 60) -> str:
-    """One answer, greedy."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": most,
-        "temperature": 0,
-    }
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
-    answer.raise_for_status()
-    return str(answer.json()["choices"][0]["message"]["content"])

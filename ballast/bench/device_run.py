@@ -15,7 +15,7 @@ from typing import Any
 from ballast.bench.expected_load import expecting, specs_expecting
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import RequestRecorder, prompts_of, submission_for, vocabularies_of
-from ballast.bench.replay import EngineTarget, WorkloadReplay, replay
+from ballast.bench.replay import PATIENCE, EngineTarget, WorkloadReplay, replay
 from ballast.bench.report import Report
 from ballast.bench.sample import decisions_of
 from ballast.bench.simulation_samples import SimulationSampler
@@ -51,7 +51,7 @@ def run_live(
     slos: Mapping[str, Slo],
     costs: Mapping[str, StepCosts] | None = None,
     *,
-    timeout: float = 120.0,
+    timeout: float = PATIENCE,
     progress: Progress = quiet,
 ) -> DeviceRun:
     """Run a workload open-loop on a live device in this process, made for the run.

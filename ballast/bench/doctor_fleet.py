@@ -11,18 +11,26 @@ from pathlib import Path
 
 from ballast.bench import doctor_memory
 from ballast.bench.doctor_finding import Finding, Verdict, judged
-from ballast.bench.host_loading import load_as_served
+from ballast.bench.host_loading import divergence_as_served, load_as_served
 from ballast.cluster.machine_check import host_budget
 from ballast.cluster.placing import homes_of
 from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
 from ballast.core.capability import GpuReach
 from ballast.core.errors import BallastError, ConfigError, DeviceError
-from ballast.core.model import ModelSpec, kv_room, weight_bytes, weight_pages
+from ballast.core.model import (
+    BLOCK_TOKENS,
+    ModelSpec,
+    kv_room,
+    plain_kv,
+    uniform_kv,
+    weight_bytes,
+    weight_pages,
+)
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.core.units import KiB, ceil_div, format_bytes
-from ballast.engine.sizing import check_room, kv_layout, pages_aside, set_aside
+from ballast.core.units import KiB, format_bytes
+from ballast.engine.sizing import check_room, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
-from ballast.kv.layout import fitted
+from ballast.kv.layout import Layout, fitted
 from ballast.live.never_run import WHERE, never_run
 from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
@@ -32,6 +40,7 @@ from ballast.policy.requirements import Requirements
 from ballast.weights import packing
 from ballast.weights.checkpoint import clipped_context, read_spec
 from ballast.weights.gguf_tensors import is_gguf_checkpoint
+from ballast.weights.host import HostModel
 from ballast.weights.manifest import fork_zygote
 from ballast.weights.stored import find_tensors, quantised_types
 
@@ -57,10 +66,7 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
         for a in host.adapters:
             found = f"an adapter of {model.name}, of rank {a.spec.rank}"
             yield judged(a.spec.name, f"{found}, {format_bytes(a.segment.n_bytes)}", "")
-        if types := quantised_types(find_tensors(Path(model.path)).values()):
-            found = packing.words_on_forms(host.segments, types, host.spec.dtype)
-            what = "a GGUF file" if is_gguf_checkpoint(Path(model.path)) else "quantised"
-            yield judged(model.name, f"{what}: {found}", "")
+        yield from _formats(model, host, settings)
         if (clipped := clipped_context(model, host.spec)) is not None:
             cure = "lower `limits.context`, or leave it out"
             faults.append(Finding(model.name, Verdict.WARN, clipped, cure))
@@ -80,7 +86,8 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
     devices = [device for device, _ in settings.devices.values()]
     requires = preset_of(settings).requires
     for i, device in enumerate(devices):
-        own = [spec for spec in specs if device.name in homes[spec.name]]
+        here = [spec for spec in specs if device.name in homes[spec.name]]
+        own = [_as_kept(spec, settings, device) for spec in here]
         where = f" on {device.name}" if settings.others else ""
         if own and device.tensor_parallel > 1:
             yield from _group([s.name for s in own], settings, device, i, where, isolation)
@@ -97,6 +104,30 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
     named = "the budgets" if settings.others else "the budget"
     what = f"{named} and all weights on the host"
     yield doctor_memory.room(budget + weights, what, surely=False)
+
+
+def _formats(model: ModelSettings, host: HostModel, settings: FleetSettings) -> Iterator[Finding]:
+    """Report quantised weights, and how much KV in 8 bits changes."""
+    if types := quantised_types(find_tensors(Path(model.path)).values()):
+        found = packing.words_on_forms(host.segments, types, host.spec.dtype)
+        what = "a GGUF file" if is_gguf_checkpoint(Path(model.path)) else "quantised"
+        yield judged(model.name, f"{what}: {found}", "")
+    if (divergence := divergence_as_served(host, settings)) is not None:
+        found = f"KV in {model.kv_dtype}: {divergence}"
+        cure = "leave `kv_dtype` out for KV in the model's dtype"
+        yield judged(model.name, found, cure, warn=True)
+
+
+def _as_kept(spec: ModelSpec, settings: FleetSettings, device: DeviceSettings) -> ModelSpec:
+    """Return a model's sizes with what the device keeps of its KV."""
+    if device.gpu is not None:
+        kept = uniform_kv(spec)
+    elif preset_of(settings).requires.kv_staging or settings.kv.host_bytes:
+        kept = plain_kv(spec)
+    else:
+        return spec
+    wanted = next(m.block_tokens for m in settings.models if m.name == spec.name)
+    return fitted(replace(kept, block_tokens=BLOCK_TOKENS), wanted, device.page_bytes)
 
 
 def _without_base(model: ModelSettings) -> Iterator[Finding]:
@@ -136,8 +167,7 @@ def _group(
 
 def lending(settings: FleetSettings) -> Finding:
     """List the devices that can lend pages to each other, and the reasons where they cannot."""
-    swapping = preset_of(settings).requires.kv_swapping
-    ways = settings.lending(_reaches(settings), swapping)
+    ways = settings.lending(_reaches(settings))
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]
     parts = [f"{len(ways) - len(unable)} of {len(ways)} ways between devices", *unable]
     return judged("lending", "; ".join(parts), "")
@@ -160,12 +190,11 @@ def _device(
 ) -> Iterator[Finding]:
     """Findings about one device, `devices[i]`, and its models, which it takes in and refuses as a
     server does; `requires`: the memory policy's."""
-    layered, in_place = requires.kv_swapping, requires.in_place
     served: list[ModelSpec] = []
     refused: dict[str, str] = {}
     for spec in specs:
         try:
-            check_room(spec, served, device, layered=layered, in_place=in_place)
+            check_room(spec, served, device, in_place=requires.in_place)
         except ConfigError as error:
             refused[spec.name] = str(error)
         else:
@@ -190,16 +219,17 @@ def _model(
     `refused`: why the device cannot serve the model at all.
     """
     page = device.page_bytes
-    layout = kv_layout(spec, device, layered=requires.kv_swapping)
+    layout = Layout.of(spec, page)
     weights = spec.weight_pages(page)
-    full = layout.pages(ceil_div(spec.max_model_len, spec.block_tokens))
+    full = layout.pages(spec.blocks_of(spec.max_model_len))
     left = device.budget_bytes // page - pages_aside(there, device)
     beside = () if requires.in_place else [o for o in there if o.pinned or o is spec]
     alone = kv_room(left, beside, page, None)
-    tokens = max(0, alone // layout.slab_pages) * layout.blocks_per_slab * spec.block_tokens
+    kept = "" if spec.kv_dtype == "auto" else f"in {spec.kv_dtype}, "
+    tokens = spec.tokens_in(max(0, alone // layout.slab_pages) * layout.blocks_per_slab)
     found = (
         f"{spec.dtype}, {format_bytes(weights * page)} of weights, "
-        f"KV {format_bytes(spec.kv_bytes_per_token)} a token ({layout.waste:.0%} waste), "
+        f"KV {kept}{format_bytes(spec.kv_bytes_per_token)} a token ({layout.waste:.0%} waste), "
         f"{tokens} tokens if alone"
     )
     # Exact: it is written into the fleet file.

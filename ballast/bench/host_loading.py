@@ -10,6 +10,7 @@ from dataclasses import replace
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.isolation.calls import Isolation
 from ballast.kv.layout import fitted
+from ballast.models.divergence import Divergence, kv_divergence
 from ballast.models.on_cpu import on_cpu
 from ballast.models.profile_run import measured
 from ballast.weights.checkpoint import load_host_model
@@ -28,6 +29,13 @@ def load_as_served(
     host.spec = fitted(host.spec, model.block_tokens, fleet.device.page_bytes)
     device = _most([device for device, _ in fleet.devices.values()])
     return host if device is None else measured(host, on_cpu, device)
+
+
+def divergence_as_served(host: HostModel, fleet: FleetSettings) -> Divergence | None:
+    """Compare a loaded model's KV with that of its dtype, as a CPU of one rank computes; None if it
+    is the same, or the fleet has no such CPU."""
+    device = _most([device for device, _ in fleet.devices.values()])
+    return None if device is None else kv_divergence(host, on_cpu, device)
 
 
 def as_placed(model: ModelSettings, fleet: FleetSettings) -> ModelSettings:

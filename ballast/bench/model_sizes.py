@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ballast.core.errors import ConfigError
 from ballast.core.levels import level_fields
-from ballast.core.model import BLOCK_TOKENS, ModelSpec
+from ballast.core.model import BLOCK_TOKENS, ModelSpec, plain_kv
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.fleet.entry_directory import CATALOGUE
 from ballast.kv.layout import fitted
@@ -18,13 +18,13 @@ CONTEXT = 32768
 
 
 def sizes_of(fleet: FleetSettings) -> list[ModelSpec]:
-    """Return the specs of a fleet's models, in its order. Only a checkpoint with adapters is
-    loaded, and freed again.
+    """Return the specs of a fleet's models, in its order, with blocks of all layers. Only a
+    checkpoint with adapters is loaded, and freed again.
 
     Raises ConfigError, which lists the known names, and the errors of loading a checkpoint.
     """
     page = fleet.device.page_bytes
-    return [fitted(_size_of(m), m.block_tokens, page) for m in fleet.models]
+    return [fitted(plain_kv(_size_of(m)), m.block_tokens, page) for m in fleet.models]
 
 
 def _size_of(settings: ModelSettings) -> ModelSpec:
@@ -58,6 +58,7 @@ def _known(settings: ModelSettings) -> ModelSpec:
         fingerprint=settings.name,
         max_model_len=settings.max_model_len or CONTEXT,
         block_tokens=settings.block_tokens or BLOCK_TOKENS,
+        kv_dtype=settings.kv_dtype,
         expected_tokens=settings.expected_tokens,
         expected_longest=settings.expected_longest,
         max_answer=settings.max_answer,

@@ -70,13 +70,18 @@ class RequestRecord:
         return None if self.end is None or self.error is not None else self.end - self.at
 
 
-def submission_for(request: WorkloadRequest, prompt: tuple[int, ...]) -> Submission:
-    """A greedy submission that generates exactly the workload's number of tokens."""
+def submission_for(
+    request: WorkloadRequest, prompt: tuple[int, ...], context: int | None = None
+) -> Submission:
+    """A greedy submission that generates exactly the workload's number of tokens. `context`: it
+    bounds them by the rest of a context of so many, as where a client gives no bound, and who runs
+    it has to end it; None: by their number."""
     return Submission(
         id=f"w{request.id}",
         model=request.model,
         prompt=prompt,
-        max_tokens=request.output_tokens,
+        max_tokens=request.output_tokens if context is None else context - len(prompt),
+        open_ended=context is not None,
         arrival=request.at,
         ignore_eos=True,
     )

@@ -27,6 +27,9 @@ from ballast.workload.workload import Workload, WorkloadRequest
 
 Sleep = Callable[[float], Awaitable[None]]
 
+PATIENCE = 600.0
+"""Seconds for which a request is waited for, whatever serves it: long answers on a machine that is
+busy take minutes, and are answers."""
 TIMER_LATENESS = 1.5e-3
 """Seconds by which timers of asyncio are late at most, as a rule: they count in milliseconds."""
 
@@ -86,7 +89,7 @@ async def replay(
     target: BenchmarkTarget,
     prompts: Prompts,
     *,
-    timeout: float = 600.0,
+    timeout: float = PATIENCE,
     memory_every: float = 0.5,
     progress: Progress = quiet,
     name: str | None = None,

@@ -17,7 +17,7 @@ from ballast.bench.host_loading import load_as_served
 from ballast.bench.http import HttpTarget
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import Prompts, prompts_of, vocabularies_of
-from ballast.bench.replay import WorkloadReplay, replay
+from ballast.bench.replay import PATIENCE, WorkloadReplay, replay
 from ballast.bench.report import Report
 from ballast.bench.run_options import options_of, slos_of
 from ballast.bench.servers import run_servers
@@ -99,8 +99,7 @@ def compare_virtual(
         chosen = replace(fleet, preset=preset, options=options_of(fleet, preset))
         needs = resolve(preset, chosen.options).requires
         for i, spec in enumerate(specs):
-            layered, in_place = needs.kv_swapping, needs.in_place
-            check_room(spec, specs[:i], fleet.device, layered=layered, in_place=in_place)
+            check_room(spec, specs[:i], fleet.device, in_place=needs.in_place)
         with stories(fresh(story, preset, presets)) as sink_of:
             sink = sink_of(fleet.device.name)
             slos = slos_of(fleet)
@@ -130,7 +129,7 @@ def report_http(
     *,
     name: str,
     key: str | None = None,
-    timeout: float = 600.0,
+    timeout: float = PATIENCE,
     progress: Progress = quiet,
 ) -> Report:
     """Replay as `replay_http`, with given prompts and service levels.

@@ -18,6 +18,8 @@ from ballast.core.errors import Unavailable
 
 CLOSING = 10.0
 """Seconds to wait for a server's standard output to end, once the server has."""
+ENDED = FileNotFoundError, ProcessLookupError
+"""Raised by reading files in /proc of a thread or process that has just ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,17 @@ class Serving:
 
 def children_of(server: int) -> list[int]:
     """Process ids."""
-    tasks = Path(f"/proc/{server}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{server}/task").glob("*/children"):
+        with contextlib.suppress(*ENDED):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def child_called(name: str, server: int) -> int:
     """Process id of a server's child. Raises Unavailable if there is none of that name now."""
     for child in children_of(server):
-        with contextlib.suppress(FileNotFoundError):  # it has just ended
+        with contextlib.suppress(*ENDED):
             if Path(f"/proc/{child}/comm").read_text().strip() == name:
                 return child
     raise Unavailable(f"the server has no {name} now")

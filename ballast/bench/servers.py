@@ -6,7 +6,7 @@ Used by `bench.run` for fleets of several devices, and by benchmarks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 from ballast.bench.expected_load import expecting
 from ballast.bench.progress import Progress, quiet
 from ballast.bench.record import RequestRecorder, prompts_of, vocabularies_of
-from ballast.bench.replay import replay
+from ballast.bench.replay import PATIENCE, replay
 from ballast.bench.report import Report
 from ballast.bench.sample import DecisionRecord, DeviceSample, decisions_of
 from ballast.cluster.controller import Controller
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
+from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.core.clock import Clock
 from ballast.core.errors import Unavailable
 from ballast.core.report import DeviceReport
@@ -103,7 +105,7 @@ async def run_servers(
     slos: Mapping[str, Slo],
     *,
     name: str,
-    timeout: float = 120.0,
+    timeout: float = PATIENCE,
     progress: Progress = quiet,
     command: Sequence[str] = COMMAND,
 ) -> ServersRun:
@@ -163,7 +165,7 @@ async def serving_fleets(
 
 def _maker(
     command: Sequence[str], fleet: FleetSettings, kv_broker: KvBroker | None
-) -> Callable[[], LocalWorker]:
+) -> LocalWorkers:
     """Make workers that share their segments, and their KV if the fleet has a tier for it."""
     broker = SegmentBroker(fleet.has_gpus)
-    return lambda: LocalWorker(command, broker, kv_broker)
+    return LocalWorkers(lambda: LocalWorker(command, broker, kv_broker))

@@ -63,7 +63,7 @@ def simulate_presets(
                 progress=arrived,
                 missed=missed,
                 sink_of=sink_of,
-                files=files.keeping(fleet.kv),
+                files=files.of(fleet),
             )
         yield run
 

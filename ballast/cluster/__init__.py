@@ -12,6 +12,8 @@ below them.
 - `device`: One device as the controller sees it: a worker that is replaced when it dies.
 - `device_set`: The devices of one server, and which serve which model.
 - `fleet_commands`: Operators' orders, which coroutines await, and those of the fleet policy.
+- `handed_weights`: Weights on their way from a server to the one that takes its place.
+- `hosts`: Workers on many hosts, which Ray places.
 - `kept_models`: Models kept beyond the lives of the workers that loaded them.
 - `lending`: Pages lent between the workers of one server.
 - `logs`: JSON logs of all processes, written by a thread.

@@ -7,9 +7,11 @@ its own: devices, routing, commands and lending are in the modules that it compo
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Protocol
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
@@ -20,28 +22,52 @@ from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.placing import Homes, homes_of, part_of
-from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.spare_worker import SpareWorker
-from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.cluster.worker.worker_link import WorkerSource
 from ballast.control.device_observer import DeviceObserver
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import RequestRouter
 from ballast.control.suspicion import Suspicions
-from ballast.core.command import DeviceCommand, Remove
+from ballast.core.command import Remove
+from ballast.core.fleet_orders import Rehome
+from ballast.core.fleet_state import Command, CommandOutcome
 from ballast.core.settings import FleetSettings, ServerSettings
 
+log = logging.getLogger(__name__)
 
-class _Forgetting(DeviceObserver[RemoteDevice]):
+
+class Forgetting(Protocol):
+    """What keeps segments of models; `SegmentBroker` is one, `HostedWorkers` another."""
+
+    def forget(self, model: str) -> None: ...
+
+
+class _Leaving(DeviceObserver[RemoteDevice]):
     """Has the broker keep models no longer that have left the fleet."""
 
-    def __init__(self, devices: DeviceSet, broker: SegmentBroker | None) -> None:
+    def __init__(self, devices: DeviceSet, broker: Forgetting | None) -> None:
         self._devices, self._broker = devices, broker
 
-    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
+    def command_done(self, device: RemoteDevice, command: Command) -> None:
         if self._broker is None or not isinstance(command, Remove):
             return
         if not self._devices.assigned(command.model):
             self._broker.forget(command.model)
+
+
+class _HostLosses(DeviceObserver[RemoteDevice]):
+    """Has models served elsewhere that were on a host that is gone."""
+
+    def __init__(self, commands: FleetCommands) -> None:
+        self._commands = commands
+
+    def worker_died(self, device: RemoteDevice, in_flight: Collection[str]) -> None:
+        if device.worker.in_flight() is None:
+            self._commands.order(Rehome(device.name), _log_refusal)
+
+
+def _log_refusal(outcome: CommandOutcome) -> None:
+    if outcome.code is not None:
+        log.warning("models of a lost host are not served elsewhere: %s", outcome.reason)
 
 
 class Controller:
@@ -52,14 +78,14 @@ class Controller:
 
     def __init__(
         self,
-        make_worker: Callable[[], WorkerLink],
-        broker: SegmentBroker | None = None,
+        workers: WorkerSource,
+        broker: Forgetting | None = None,
         kv_broker: KvBroker | None = None,
     ) -> None:
-        """`broker`: keeps the segments of models that have been loaded, until they leave;
-        `kv_broker`: keeps KV in tiers below the devices."""
-        self._make_worker = make_worker
-        self._spare: SpareWorker[WorkerLink] = SpareWorker(make_worker)
+        """`workers`: of the devices; `broker`: keeps the segments of models that have been loaded,
+        until they leave; `kv_broker`: keeps KV in tiers below the devices."""
+        self.workers = workers
+        """Where the devices' workers come from, and on which hosts they are."""
         self._suspicions = Suspicions()
         self.devices = DeviceSet()
         """The devices, their fleet, and what they report."""
@@ -67,7 +93,7 @@ class Controller:
         """Sends requests to devices."""
         self.leases = AwaitedLeases(self.devices, self.devices.lending_objection, LoopTimers())
         """Lends pages between devices."""
-        self._leaving = _Forgetting(self.devices, broker)
+        self._leaving = _Leaving(self.devices, broker)
         self.kept_kv = KeptKv(self.devices, kv_broker)
         """KV in tiers below the devices."""
         self.migrations = RequestMigrations(self.devices, self.router, LoopTimers())
@@ -87,9 +113,10 @@ class Controller:
             self.devices,
             self._leaving,
             self.kept_kv,
+            _HostLosses(self.commands),
         )
         for name in fleet.devices:
-            device = RemoteDevice(name, self._make_worker, self._spare, self._suspicions, observers)
+            device = RemoteDevice(name, self.workers, self._suspicions, observers)
             device.fleet = part_of(fleet, name, (), 1)
             self.devices.add(device)
 
@@ -119,9 +146,9 @@ class Controller:
         fleet = self.devices.fleet
         self.kept_kv.fleet_loaded()
         if fleet.server.spare_worker:
-            await self._spare.prepare()
+            await self.workers.prepare()
         if fleet.others:
-            self.commands.begin_policy()
+            self.commands.follow_policy()
 
     def configure(self, server: ServerSettings) -> None:
         """Replace the server's settings; their limits apply to workers that are started later."""
@@ -130,10 +157,18 @@ class Controller:
         for device in self.devices.values():
             device.fleet = replace(device.fleet, server=server)
 
+    def fail_waiting(self) -> bool:
+        """Fail the requests of devices that wait for a host, for which nobody can say how long they
+        wait; returns whether all devices do."""
+        waiting = [d for d in self.devices.values() if d.down and d.waits_for_host]
+        for device in waiting:
+            device.requests.fail_all("unavailable", "no host has room for its device")
+        return len(waiting) == len(self.devices)
+
     async def close(self, patience: float) -> None:
         """End all workers: open requests finish within `patience` seconds, or fail."""
         self.commands.close()
         self.migrations.close()
         self.leases.close()
         await asyncio.gather(*(d.close(patience) for d in self.devices.values()))
-        await self._spare.close()
+        await self.workers.close()

@@ -13,13 +13,13 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from ballast.cluster.loop_timers import LoopTimers
-from ballast.cluster.worker.spare_worker import SpareWorker
-from ballast.cluster.worker.worker_link import WorkerLink
+from ballast.cluster.worker.worker_link import WorkerSource
 from ballast.control.device_observer import DeviceObserver
 from ballast.control.device_record import DeviceRecord
 from ballast.control.suspicion import Suspicions
-from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
+from ballast.core.command import Add, Remove
 from ballast.core.errors import BallastError, Unavailable
+from ballast.core.fleet_state import OPERATOR, Command, CommandOutcome
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
@@ -52,18 +52,18 @@ class PendingCommands:
     def __init__(self, send: Callable[[CommandMsg], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[DeviceCommand, asyncio.Future[CommandOutcome]]] = {}
+        self._pending: dict[int, tuple[Command, asyncio.Future[CommandOutcome]]] = {}
 
-    def send(self, command: DeviceCommand) -> asyncio.Future[CommandOutcome]:
+    def send(self, command: Command, by: str) -> asyncio.Future[CommandOutcome]:
         """Send a command; return a future of its outcome, which raises Unavailable if the worker
         dies first."""
         outcome: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
         id = next(self._numbers)
         self._pending[id] = command, outcome
-        self._send(CommandMsg.of(id, command))
+        self._send(CommandMsg.of(id, command, by))
         return outcome
 
-    def done(self, message: CommandDoneMsg) -> DeviceCommand | None:
+    def done(self, message: CommandDoneMsg) -> Command | None:
         """Resolve a command by its answer; returns the command, or None for one that is unknown."""
         command, outcome = self._pending.pop(message.id, (None, None))
         if outcome is not None and not outcome.done():
@@ -86,15 +86,13 @@ class RemoteDevice(DeviceRecord):
     def __init__(
         self,
         name: str,
-        make_worker: Callable[[], WorkerLink],
-        spare: SpareWorker[WorkerLink],
+        workers: WorkerSource,
         suspicions: Suspicions,
         observers: Sequence[DeviceObserver[RemoteDevice]],
     ) -> None:
         super().__init__(name, suspicions, LoopTimers())
-        self._make_worker = make_worker
-        self.worker = make_worker()
-        self._spare = spare
+        self._workers = workers
+        self.worker = workers.first(name)
         self._observers = tuple(observers)
         self._commands = PendingCommands(lambda command: self.worker.send(command))
         self._orders: set[asyncio.Future[None]] = set()
@@ -102,6 +100,16 @@ class RemoteDevice(DeviceRecord):
         self._supervisor: asyncio.Task[None] | None = None
         self._ending = False
         self._drained = asyncio.Event()
+
+    @property
+    def host(self) -> str:
+        """Name of its host; empty: the server's, or none now."""
+        return self._workers.host_of(self.name)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether it waits until a host has room for it."""
+        return self._workers.waits(self.name)
 
     async def start(self, fleet: FleetSettings) -> None:
         """Start the worker; returns when the device serves. Raises Unavailable if it cannot."""
@@ -112,10 +120,15 @@ class RemoteDevice(DeviceRecord):
     def tell(self, message: ToWorker) -> None:
         self.worker.send(message)
 
-    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
+    def order(
+        self,
+        command: Command,
+        answered: Callable[[CommandOutcome], object],
+        by: str = OPERATOR,
+    ) -> None:
         async def carry_out() -> None:
             try:
-                outcome = await self.command(command)
+                outcome = await self.command(command, by)
             except Unavailable as error:
                 outcome = CommandOutcome("unavailable", str(error))
             answered(outcome)
@@ -127,8 +140,8 @@ class RemoteDevice(DeviceRecord):
     def kill(self, why: str) -> None:
         self.worker.kill(why)
 
-    async def command(self, command: DeviceCommand) -> CommandOutcome:
-        """Have the worker carry out an operator's command; later workers start with its result.
+    async def command(self, command: Command, by: str = OPERATOR) -> CommandOutcome:
+        """Have the worker carry out a command that `by` ordered; later ones start with its result.
 
         Raises Unavailable where no worker serves, or it dies before it has answered: the next
         worker then starts with the fleet as it was.
@@ -142,7 +155,7 @@ class RemoteDevice(DeviceRecord):
             outcome = CommandOutcome(specs=dict(self.specs))  # it could not be loaded
             self._carried_out(command, outcome)
             return outcome
-        return await self._commands.send(command)
+        return await self._commands.send(command, by)
 
     async def load(self, settings: ModelSettings) -> CommandOutcome:
         """Load a model of the fleet on the device that has started without it. One that cannot be
@@ -159,7 +172,7 @@ class RemoteDevice(DeviceRecord):
         for observer in self._observers:
             observer.first_token(self, request_id)
 
-    def _carried_out(self, command: DeviceCommand, outcome: CommandOutcome) -> None:
+    def _carried_out(self, command: Command, outcome: CommandOutcome) -> None:
         if self.carried_out(command, outcome):
             for observer in self._observers:
                 observer.command_done(self, command)
@@ -291,12 +304,12 @@ class RemoteDevice(DeviceRecord):
                 await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, seconds))
             try:
                 await self.worker.close()
-                self.worker = await self._spare.take() or self._make_worker()
+                self.worker = await self._workers.next(self.name)
                 ready = await self.worker.start(self.fleet)
             except (BallastError, OSError) as error:
                 attempts += 1
-                self.down = str(error)
-                log.error("%s: a worker could not be started: %s", self.name, error)
+                self.down = str(error) or type(error).__name__
+                log.error("%s: a worker could not be started: %s", self.name, self.down)
                 if attempts >= LOST_AFTER:
                     self._give_up(self.down)
                 continue
@@ -304,14 +317,16 @@ class RemoteDevice(DeviceRecord):
             log.warning("%s: a new worker serves; %d requests go on", self.name, len(self.requests))
             self._serve(ready)
             if self.fleet.server.spare_worker:
-                await self._spare.prepare()
+                await self._workers.prepare()
             return
 
     def _give_up(self, why: str) -> None:
         """Declare the device lost: requests fail that no other device can take."""
         self.down = self.lost = why
-        self._notify_death(())
-        self.requests.fail_all(WORKER_LOST, why)
+        try:
+            self._notify_death(())
+        finally:
+            self.requests.fail_all(WORKER_LOST, why)
 
     def _notify_death(self, in_flight: Collection[str]) -> None:
         for observer in self._observers:

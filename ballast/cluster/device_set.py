@@ -16,7 +16,8 @@ from ballast.cluster.device import RemoteDevice
 from ballast.control.device_observer import DeviceObserver
 from ballast.control.routed_devices import RoutedDevices
 from ballast.core.capability import Capability
-from ballast.core.command import Add, DeviceCommand, Remove
+from ballast.core.command import Add, Remove
+from ballast.core.fleet_state import Command
 from ballast.core.report import DeviceReport
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import preset_of
@@ -75,8 +76,8 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
     def lending(self) -> tuple[Capability, ...]:
         """Pairs of devices, each with whether the first can lend pages to the second, by their
         workers' reports."""
-        swapping = preset_of(self.fleet).requires.kv_swapping
-        return self.fleet.lending({name: d.reach for name, d in self._devices.items()}, swapping)
+        reaches = {name: d.reach for name, d in self._devices.items()}
+        return self.fleet.lending(reaches, {name: d.host for name, d in self._devices.items()})
 
     def lending_objection(self, lender: str, borrower: str) -> str | None:
         """Return why a device can never lend to another; None if it can."""
@@ -124,7 +125,7 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
 
     def homes(self, model: str) -> list[str]:
         """Return the names of a model's assigned devices, without those that it is leaving."""
-        return [d.name for d in self.assigned(model) if model not in d.leaving]
+        return [n for n in self.assigned(model) if model not in self._devices[n].leaving]
 
     # -- changes of the fleet ---------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
         )
         self.fleet = replace(self.fleet, models=tuple(models))
 
-    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
+    def command_done(self, device: RemoteDevice, command: Command) -> None:
         """Apply a command that a device has carried out to the fleet's settings."""
         if isinstance(command, Remove) and self.assigned(command.model):
             return

@@ -21,10 +21,10 @@ from ballast.control.device_orders import DeviceOrders
 from ballast.control.order_events import ActionDone
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import RequestRouter
-from ballast.core.command import CommandOutcome
 from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.fleet import Need
 from ballast.core.fleet_orders import LendPages, RecallPages
+from ballast.core.fleet_state import CommandOutcome
 from ballast.core.order import Order
 from ballast.core.settings import ModelSettings
 
@@ -101,7 +101,7 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
     ) -> None:
         async def choose() -> None:
             fleet = self._set.fleet
-            homes = {name: self.assigned(name) for name in fleet.own_names}
+            homes = {name: self._set.assigned(name) for name in fleet.own_names}
             try:
                 names = named(settings, fleet) or homes.get(settings.name)
                 if not names:
@@ -119,7 +119,7 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
     def needs(self) -> list[Need]:
         devices = [device for device, _ in self._set.fleet.devices.values()]
         # Where operators have placed a model, pages can still be lent for it.
-        models = self._set.specs if self._set.fleet_policy.lends else self.homes()
+        models = self._set.specs if self._set.fleet_policy.lends else self._set.placements()
         return [need_of(self._set.specs[model], devices, {}) for model in models]
 
     def action_done(self, done: ActionDone) -> None:

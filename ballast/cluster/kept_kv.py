@@ -15,8 +15,9 @@ from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.kv_broker import KvBroker
 from ballast.control.device_observer import DeviceObserver
 from ballast.core.actions import ScrubKv
-from ballast.core.command import DeviceCommand, Remove
+from ballast.core.command import Remove
 from ballast.core.errors import NotKept
+from ballast.core.fleet_state import Command
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ServerSettings
 from ballast.kv.directory import Tier
@@ -58,7 +59,7 @@ class KeptKv(DeviceObserver[RemoteDevice]):
     def worker_ready(self, device: RemoteDevice) -> None:
         self._note(device.specs)
 
-    def command_done(self, device: RemoteDevice, command: DeviceCommand) -> None:
+    def command_done(self, device: RemoteDevice, command: Command) -> None:
         self._note(device.specs)
         if isinstance(command, Remove) and not self._devices.assigned(command.model):
             self._forget(command.model)
@@ -101,12 +102,13 @@ class KeptKv(DeviceObserver[RemoteDevice]):
             raise NotKept(f"kv_disk was given up, and its file remains: {store.disk_fault}")
         return scrubbed
 
-    def resize(self, host_bytes: int) -> bool:
-        """Change the host tier's capacity, up to the size with which the server started; returns
-        whether there is such a tier."""
-        if self._broker is not None:
+    def resize(self, host_bytes: int | None, disk_bytes: int | None) -> None:
+        """Change the tiers' capacities (None: as it is), up to the sizes with which the server
+        started."""
+        if self._broker is not None and host_bytes is not None:
             self._broker.store.resize(host_bytes)
-        return self._broker is not None
+        if self._broker is not None and disk_bytes is not None:
+            self._broker.store.resize_disk(disk_bytes)
 
     def report(self) -> KvReport | None:
         """Return the state of the tiers; None: there are none."""

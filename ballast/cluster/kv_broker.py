@@ -35,6 +35,7 @@ from ballast.kv.tier_messages import (
     ReservedMsg,
     ReserveMsg,
     SlotsMsg,
+    StagedMsg,
     ToStore,
 )
 from ballast.kv.tier_shelf import KvBlock
@@ -138,6 +139,8 @@ class KvBroker:
                 self._stage(owner, message)
             case ReserveMsg():
                 return self._reserve(owner, message)
+            case StagedMsg():
+                store.occupy(owner, message.n_bytes)
             case ReleaseMsg():
                 store.release(owner, message.names, message.corrupt)
             case LandMsg():

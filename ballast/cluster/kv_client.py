@@ -32,6 +32,7 @@ from ballast.kv.tier_messages import (
     ReservedMsg,
     ReserveMsg,
     SlotsMsg,
+    StagedMsg,
     StoredBlock,
     ToStore,
 )
@@ -131,6 +132,9 @@ class KvClient:
 
     def land(self, written: Sequence[tuple[bytes, int | None]]) -> None:
         self._tell(LandMsg(tuple(written)))
+
+    def occupy(self, n_bytes: int) -> None:
+        self._tell(StagedMsg(n_bytes))
 
     def close(self) -> None:
         self._is_open = False

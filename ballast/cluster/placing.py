@@ -108,15 +108,17 @@ def need_of(
     in_place: bool = False,
 ) -> Need:
     """Return the memory that a model needs of a device: weights (not if they are read `in_place`),
-    activations, and KV for one request of `step_tokens`; the maximum over `devices`.
+    activations, and KV for one request of `step_tokens`, or as much as is guaranteed to it, which
+    counts with its weights; the maximum over `devices`.
 
     `work`, `peak`: as in `Need`; `peak=None`: only the mean is known.
     """
     most = weights = 0
     for served in devices:
         page = served.page_bytes
-        weights = max(weights, weight_pages([spec], page) * page)
-        kv = ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page
+        kept = spec.guaranteed_kv(page, in_place) * page
+        weights = max(weights, weight_pages([spec], page) * page + kept)
+        kv = max(kept, ceil_div(served.step_tokens * spec.kv_bytes_per_token, page) * page)
         arena = set_aside([spec], served)
         here = 0 if in_place else weight_pages([spec], page) * page
         most = max(most, here + kv + arena + page)

@@ -23,14 +23,21 @@ import hashlib
 import logging
 import os
 import socket
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from ballast.cluster.kept_models import KeptModels
+from ballast.cluster.handed_weights import HandedModel, HandedWeights, is_sealed
+from ballast.cluster.kept_models import KeptModel, KeptModels
 from ballast.core.link import LinkSettings
+from ballast.core.settings import ModelSettings
 from ballast.memory.share import receive
 from ballast.memory.shared_pace import HostLinkMemory
+from ballast.weights.source_files import identity
+from ballast.weights.tokenizer_files import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +48,9 @@ _MAP = b"m"
 """Request: a segment by its digest."""
 _MODEL_KNOWN, _MODEL_FIND, _MODEL_KEEP, _MODEL_FORGET = b"?", b"F", b"K", b"R"
 """Requests about models: is it kept; its record; keep it; it is served here no longer."""
+_MODEL_BRING = b"B"
+"""Request: bring a model from another host."""
+_OF_MODELS = (_MODEL_KNOWN, _MODEL_FIND, _MODEL_KEEP, _MODEL_FORGET, _MODEL_BRING)
 _KEEP, _TAKE, _REFUSED = b"k", b"t", b"x"
 _SEALED, _WRITABLE = b"s", b"w"
 _DIGEST = 64
@@ -52,7 +62,18 @@ _LONGEST = 256
 @dataclass(slots=True)
 class _Held:
     fd: int
-    holders: set[socket.socket] = field(default_factory=set)
+    holders: set[object] = field(default_factory=set)
+
+
+class OtherHosts(Protocol):
+    """Other hosts, which may keep models that this one does not."""
+
+    async def bring(self, model: str, kind: str, listing: str) -> None:
+        """Bring a model of a kind here, as `SegmentExchange.bring_model`, if one keeps it; raises
+        nothing."""
+
+    def changed(self, model: str, kind: str, kept: bool) -> None:
+        """Note that a model is kept here from now on, or is no longer."""
 
 
 class SegmentBroker:
@@ -64,7 +85,10 @@ class SegmentBroker:
         self._held: dict[str, _Held] = {}
         self._digests: dict[str, str] = {}
         """Digest of each held segment, by origin."""
-        self._models = KeptModels()
+        self._models = KeptModels(self._note_kept)
+        self._bringing = set[asyncio.Future[None]]()
+        self.others: OtherHosts | None = None
+        """None: this host is the only one."""
         self.link = HostLinkMemory()
         """Paces the link that this host's devices share, if they share one."""
         self.peer_link = HostLinkMemory()
@@ -78,6 +102,42 @@ class SegmentBroker:
         """Keep a model no longer that no worker serves: it has left the fleet."""
         self._models.forget(_name(model))
         self._drop_unheld()
+
+    def handed(self) -> HandedWeights:
+        """Return what is kept of models, for the server that takes this one's place. What is not
+        sealed is not handed over: any process could have changed it."""
+        found = HandedWeights()
+        for name, kind, kept in self._models.items():
+            segments = {d: held.fd for d, held in self._held.items() if d in kept.digests}
+            if all(map(is_sealed, (kept.record, *segments.values()))):
+                found.models.append(HandedModel(name, kind, kept.files, kept.record))
+                found.segments.update(segments)
+        return found
+
+    def adopt(self, handed: HandedWeights, models: Iterable[ModelSettings]) -> Callable[[], None]:
+        """Keep those of a fleet's models that the server before this one has loaded, and whose
+        files are as they were; the others are freed. Returns what frees those that no worker has
+        taken since.
+
+        Raises ValueError for what is not sealed, and nothing is kept then.
+        """
+        if not all(map(is_sealed, handed.descriptors)):
+            raise ValueError("it is not sealed")
+        settings = {_name(model.name): model for model in models}
+        for model in handed.models:
+            kept = KeptModel.read(model.record, model.files, handed=True)
+            if model.name in settings and _is_as_loaded(kept, settings[model.name]):
+                self._models.adopt(model.name, model.kind, kept)
+            else:
+                os.close(model.record)
+        self._held = {digest: _Held(fd) for digest, fd in handed.segments.items()}
+        self._drop_unheld()
+
+        def drop() -> None:
+            self._models.drop_handed()
+            self._drop_unheld()
+
+        return drop
 
     def sharing(self, link: LinkSettings) -> LinkSettings:
         """Return a device's link with the memory by which all devices of the host pace it."""
@@ -100,8 +160,50 @@ class SegmentBroker:
         asyncio.get_running_loop().remove_reader(connection.fileno())
         connection.close()
         self._models.bereave(connection)
-        for digest in [d for d, held in self._held.items() if connection in held.holders]:
-            self._release(digest, connection)
+        self.let_go(connection)
+
+    # -- for models of other hosts ---------------------------------------------------------------
+
+    def record_of(self, model: str, kind: str) -> int | None:
+        """Return the descriptor, which stays the broker's, of a kept model's record."""
+        kept = self._models.get(model, kind)
+        return None if kept is None else kept.record
+
+    def segment(self, digest: str) -> int | None:
+        """Return the descriptor, which stays the broker's, of a segment that is held."""
+        held = self._held.get(digest)
+        return None if held is None else held.fd
+
+    def hold(self, digest: str, fd: int | None, holder: object) -> None:
+        """Hold a segment, for `let_go`: `fd`, which this takes over, or one that is held."""
+        if digest in self._held:
+            if fd is not None:
+                os.close(fd)
+        elif fd is not None:
+            self._held[digest] = _Held(fd)
+        self._held[digest].holders.add(holder)
+
+    def let_go(self, holder: object) -> None:
+        """Release all segments of a holder, but for those of models that are kept."""
+        for digest in [d for d, held in self._held.items() if holder in held.holders]:
+            self._release(digest, holder)
+
+    def keep_brought(self, model: str, kind: str, files: str, record: int) -> bool:
+        """Keep a model whose segments are held, by its record, which this takes over, for the
+        worker that is to serve it. Returns False as `KeptModels.keep`."""
+        return self._models.keep(model, kind, files, record, None)
+
+    def _note_kept(self, model: str, kind: str, kept: bool) -> None:
+        if self.others is not None:
+            self.others.changed(model, kind, kept)
+
+    async def _bring(self, model: str, kind: str, listing: str, worker: socket.socket) -> None:
+        if self.others is not None:
+            await self.others.bring(model, kind, listing)
+        with contextlib.suppress(OSError):  # it may have ended
+            worker.send(_KEEP if self.record_of(model, kind) is None else _TAKE)
+
+    # -- for workers -----------------------------------------------------------------------------
 
     def _read(self, connection: socket.socket) -> None:
         fds: list[int] = []
@@ -117,7 +219,7 @@ class SegmentBroker:
                 self._find(self._digests.get(digest), connection)
             elif kind == _MAP:
                 self._find(digest, connection)
-            elif kind in (_MODEL_KNOWN, _MODEL_FIND, _MODEL_KEEP, _MODEL_FORGET):
+            elif kind in _OF_MODELS:
                 self._model(kind, digest, origin, connection, fds)
             elif kind == _SHARE and fds:
                 self._share(digest, connection, fds)
@@ -150,6 +252,10 @@ class SegmentBroker:
         elif kind == _MODEL_KEEP and fds:
             done = self._models.keep(model, how, files, fds.pop(), connection)
             connection.send(_KEEP if done else _REFUSED)
+        elif kind == _MODEL_BRING:
+            bringing = asyncio.ensure_future(self._bring(model, how, files, connection))
+            self._bringing.add(bringing)
+            bringing.add_done_callback(self._bringing.discard)
         else:
             self._models.release(model, connection)
             self._drop_unheld()
@@ -171,11 +277,11 @@ class SegmentBroker:
             held.holders.add(connection)
             socket.send_fds(connection, [_TAKE], [held.fd])
 
-    def _release(self, digest: str, connection: socket.socket) -> None:
+    def _release(self, digest: str, holder: object) -> None:
         held = self._held.get(digest)
         if held is None:
             return
-        held.holders.discard(connection)
+        held.holders.discard(holder)
         self._drop(digest)
 
     def _drop(self, digest: str) -> None:
@@ -242,6 +348,11 @@ class SegmentClient:
         answer, _ = self._ask(_MODEL_KNOWN, _name(model))
         return answer == _TAKE
 
+    def bring_model(self, model: str, kind: str, listing: str) -> bool:
+        """Have a model brought from another host; returns whether it is kept here now."""
+        answer, _ = self._ask(_MODEL_BRING, _name(model), kind, listing)
+        return answer == _TAKE
+
     def find_model(self, model: str, kind: str) -> int | None:
         """Return a descriptor, which the caller owns, of a kept model's record; None: it is not
         kept, or the broker is gone."""
@@ -274,6 +385,12 @@ class SegmentClient:
     def close(self) -> None:
         """Close the connection, upon which the broker releases all segments of this worker."""
         self._connection.close()
+
+
+def _is_as_loaded(kept: KeptModel, settings: ModelSettings) -> bool:
+    """Return whether a model's files are those that it was loaded from."""
+    tokenizer = digest_of(Path(settings.path))
+    return kept.files == identity(settings) and kept.tokenizer == tokenizer
 
 
 def _name(model: str) -> str:

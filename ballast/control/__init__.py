@@ -9,7 +9,7 @@ simulator runs `migrations`, `leases` and `orders` too. Imports `transport`'s me
 - `activation_turns`: Turns and budgets of API keys for having models activated.
 - `device_leases`: Lending between the devices of a server: the driver of `leases`.
 - `device_observer`: What parts of the controller hear of workers.
-- `device_orders`: Orders to the devices of a server: the driver of `orders`.
+- `device_orders`: Orders to the devices of a server.
 - `device_record`: The controller's state of one device, for routing.
 - `fairness`: Fair order of requests between API keys.
 - `fleet_view`: The fleet policy's view of all devices.
@@ -19,7 +19,8 @@ simulator runs `migrations`, `leases` and `orders` too. Imports `transport`'s me
 - `migrations`: Move running requests with their KV, and hand them from prefill to decode devices.
 - `open_request`: One open request: what its client has.
 - `open_requests`: Open requests of one device: queued, sent, answered.
-- `order_events`: Events, instructions and readings of `orders`.
+- `order_driver`: The driver of `orders`, in both worlds.
+- `order_events`: Events and instructions of `orders`.
 - `orders`: Carry out orders of operators and of the fleet policy, which it calls.
 - `request_migrations`: Migrations between the devices of a server: the driver of `migrations`.
 - `request_router`: Choice of the device of a request, and retry when a worker dies.

@@ -21,14 +21,13 @@ from ballast.control.lease_events import (
     LeaseEvent,
     LeaseInstruction,
     LeaseMessageEvent,
-    LendOrder,
+    LeaseOrderEvent,
     MemoryOpenedEvent,
     OrderAnsweredEvent,
     OrderDevice,
     OrderEnded,
     PassLeaseMessage,
     PeerReportEvent,
-    RecallOrder,
     ReleasePairEvent,
     ReplaceWorker,
 )
@@ -37,8 +36,8 @@ from ballast.control.migration_events import DeviceLostEvent, LookEvent
 from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import Lend, Recall
-from ballast.core.command import CommandOutcome
 from ballast.core.fleet import LeaseView
+from ballast.core.fleet_state import CommandOutcome
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
     MeetPeerMsg,
@@ -57,7 +56,7 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
         self._devices, self._objection, self._timers = devices, objection, timers
         self._machine = Leases(self)
         self._numbers = itertools.count(1)
-        self._ended: dict[int, Callable[[OrderEnded], object]] = {}
+        self._ended: dict[int, Callable[[CommandOutcome], object]] = {}
         """By order, what to call when it has ended."""
         self._replaced: dict[str, Callable[[], object]] = {}
         """By device whose worker has been reaped, what starts its successor."""
@@ -67,6 +66,11 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
     def standing(self) -> tuple[LeaseView, ...]:
         """All that is lent, by lender and borrower."""
         return self._machine.standing
+
+    @property
+    def free_pairs(self) -> tuple[tuple[str, str], ...]:
+        """(lender, borrower) of all that can lend now, and whose lending is up to policies."""
+        return self._machine.free_pairs(self._devices)
 
     def can_lend(self, lender: str, borrower: str) -> bool:
         """Return whether pages can be lent between two devices now."""
@@ -80,21 +84,15 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
         self,
         lender: str,
         command: Lend | Recall,
-        ended: Callable[[OrderEnded], object],
+        ended: Callable[[CommandOutcome], object],
         *,
         by_operator: bool = False,
     ) -> None:
         """Have a device lend pages or recall them; `ended` is called when that has been done (a
         recall: when the pages are back), or refused."""
-        number, borrower, why = next(self._numbers), command.to, command.why
+        number = next(self._numbers)
         self._ended[number] = ended
-        event: LendOrder | RecallOrder
-        if isinstance(command, Lend):
-            event = LendOrder(number, lender, borrower, command.pages, why, by_operator)
-        else:
-            pages, seconds = command.pages, command.seconds
-            event = RecallOrder(number, lender, borrower, pages, seconds, why, by_operator)
-        self._handle(event)
+        self._handle(LeaseOrderEvent(number, lender, command, by_operator))
 
     def release(self, lender: str, borrower: str) -> bool:
         """Leave what a device lends to another to the fleet policy again; returns whether an
@@ -160,11 +158,10 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
                 self._devices[device].kill(why)
             case ReplaceWorker(device):
                 self._replaced.pop(device)()
-            case OrderDevice(number, device, command):
-                self._devices[device].order(command, partial(self._answered, number))
-            case OrderEnded(number):
-                self._ended.pop(number)(instruction)
+            case OrderDevice(number, device, command, by):
+                self._devices[device].order(command, partial(self._answered, number), by)
+            case OrderEnded(number, outcome):
+                self._ended.pop(number)(outcome)
 
     def _answered(self, number: int, outcome: CommandOutcome) -> None:
-        refused = None if outcome.code is None else outcome.reason or outcome.code
-        self._handle(OrderAnsweredEvent(number, refused, outcome.code == "unavailable"))
+        self._handle(OrderAnsweredEvent(number, outcome))

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, Generic
 
 from ballast.control.routed_devices import D
-from ballast.core.command import DeviceCommand
+from ballast.core.fleet_state import Command
 from ballast.core.migration import MigrationAnswer
 from ballast.transport.worker_messages.lending_messages import LeaseMsg, PeerReportMsg
 
@@ -28,7 +28,7 @@ class DeviceObserver(Generic[D]):
     async def worker_reaped(self, device: D) -> None:
         """The device's worker has been reaped; returns when another may take its place."""
 
-    def command_done(self, device: D, command: DeviceCommand) -> None:
+    def command_done(self, device: D, command: Command) -> None:
         """The device has carried out an operator's command."""
 
     def lending_message(self, device: D, message: LeaseMsg | PeerReportMsg) -> None:

@@ -7,8 +7,8 @@ message to the worker.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from ballast.control.open_requests import OpenRequests
@@ -16,14 +16,14 @@ from ballast.control.routed_prefixes import RoutedPrefixes
 from ballast.control.suspicion import Suspicions
 from ballast.control.timers import Timers
 from ballast.core.capability import GpuReach
-from ballast.core.command import CommandOutcome, DeviceCommand, Remove
+from ballast.core.command import Remove
 from ballast.core.cost import StepCosts
+from ballast.core.fleet_state import Command, CommandOutcome, FleetDevice
 from ballast.core.link_budget import link_demand
 from ballast.core.model import ModelSpec
 from ballast.core.pass_traffic import decode_bytes
 from ballast.core.report import DeviceReport
 from ballast.core.request import Request, Submission
-from ballast.core.settings import FleetSettings
 from ballast.core.units import ceil_div
 from ballast.core.view import Residency
 from ballast.policy.fleet.replica_choice import LinkUse
@@ -34,18 +34,14 @@ from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 log = logging.getLogger(__name__)
 
 
-class DeviceRecord(ABC):
+class DeviceRecord(FleetDevice):
     """One device's open requests, models, last report, and whether it serves."""
 
-    fleet: FleetSettings
-    """Settings with which workers are started; set by `start`."""
-
     def __init__(self, name: str, suspicions: Suspicions, timers: Timers) -> None:
-        self.name = name
+        super().__init__(name)
         self.requests = OpenRequests(
             suspicions, timers, self._queue_of, self._began, self._residency_of
         )
-        self.specs = {}
         self.failed: Mapping[str, str] = {}
         """Models of its fleet that it could not load, with the reason."""
         self.report: DeviceReport | None = None
@@ -53,29 +49,16 @@ class DeviceRecord(ABC):
         """Address at which other workers get descriptors of its memory; empty: it lends none."""
         self.reach: GpuReach | None = None
         """Other GPUs that it can reach, as its last worker reported; None: no GPU."""
-        self.leaving: set[str] = set()
-        """Models that it serves until their open requests have ended."""
-        self.cordoned = False
-        """Whether an operator has drained it: it gets no new requests."""
         self._prefixes: dict[str, RoutedPrefixes] = {}
         """By model, prefixes of the prompts that the router sent to the present worker."""
         self.restarts = 0
         """Workers that were started in place of one that died."""
         self.moved_in = 0
         """Number of requests that have come from other devices with their KV."""
-        self.down: str | None = "the worker starts"
-        """Why no worker serves; None if one does."""
-        self.lost: str | None = None
-        """Why requests fail instead of waiting for the next worker; None if they wait."""
 
     @abstractmethod
     def tell(self, message: ToWorker) -> None:
         """Send a message to the present worker."""
-
-    @abstractmethod
-    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
-        """Have the worker carry out a command; `answered` is called with the outcome, which is
-        `unavailable`, or never comes, if the worker dies before."""
 
     @abstractmethod
     def kill(self, why: str) -> None:
@@ -97,7 +80,7 @@ class DeviceRecord(ABC):
         self.down = self.lost = None
         self.requests.worker_ready(self.tell)
 
-    def worker_gone(self, why: str, recorded: Collection[str]) -> list[str]:
+    def worker_gone(self, why: str, recorded: Collection[str] | None) -> list[str]:
         """The worker has died: its requests wait for the next one. `recorded`, and what is
         returned: as of `OpenRequests.worker_died`."""
         self.down = why
@@ -119,7 +102,7 @@ class DeviceRecord(ABC):
 
     # -- its models -------------------------------------------------------------------------------
 
-    def carried_out(self, command: DeviceCommand, outcome: CommandOutcome) -> bool:
+    def carried_out(self, command: Command, outcome: CommandOutcome) -> bool:
         """Note how the worker has ended a command: later ones start with its result. Returns
         whether it was done."""
         if outcome.code is not None:
@@ -137,30 +120,14 @@ class DeviceRecord(ABC):
         self.failed = {n: why for n, why in failed.items() if n not in left | served}
         return True
 
-    @property
-    def specs(self) -> Mapping[str, ModelSpec]:
-        """The models that it serves, by name."""
-        return self._specs
+    def last_report(self) -> DeviceReport | None:
+        return self.report
 
-    @specs.setter
-    def specs(self, specs: Mapping[str, ModelSpec]) -> None:
-        self._specs = specs
-        self._queues = {s.name: (s, base) for base in specs.values() for s in base.served}
-
-    def base_of(self, name: str) -> ModelSpec | None:
-        """Return the model that runs requests for `name`, a model or adapter; None: unknown."""
-        found = self._queue_of(name)
-        return None if found is None else found[1]
-
-    def serves(self, name: str) -> bool:
-        """Return whether it serves `name`, a model or an adapter of one."""
-        return name in self._queues
+    def count_open(self, base: ModelSpec) -> int:
+        return self.requests.count(base)
 
     def takes(self, name: str) -> bool:
-        """Return whether it accepts new requests for a model, or an adapter of one."""
-        base = self.base_of(name)
-        accepted = base is not None and base.name not in self.leaving
-        return accepted and not self.cordoned and name not in self.set_aside
+        return super().takes(name) and name not in self.set_aside
 
     @property
     def set_aside(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
 from ballast.core.actions import Lend, Recall
+from ballast.core.fleet_state import CommandOutcome
 from ballast.core.lease import (
     PagesLentEvent,
     PagesRecalledEvent,
@@ -51,27 +52,13 @@ class DeviceReapedEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class LendOrder:
-    """Lend free pages of one device to another; `OrderEnded` follows."""
+class LeaseOrderEvent:
+    """Have a device lend pages, or recall them; `OrderEnded` follows (a recall: when they are
+    back)."""
 
     number: int
     lender: str
-    borrower: str
-    pages: int
-    why: str
-    by_operator: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RecallOrder:
-    """Recall lent pages (None: all) within `seconds`; `OrderEnded` follows when they are back."""
-
-    number: int
-    lender: str
-    borrower: str
-    pages: int | None
-    seconds: float
-    why: str
+    command: Lend | Recall
     by_operator: bool
 
 
@@ -86,12 +73,10 @@ class ReleasePairEvent:
 
 @dataclass(frozen=True, slots=True)
 class OrderAnsweredEvent:
-    """A lender has carried out an order, or refused it (`refused`)."""
+    """A lender has carried out an order, or refused it."""
 
     number: int
-    refused: str | None
-    lost: bool = False
-    """Whether it serves no more."""
+    outcome: CommandOutcome
 
 
 LeaseEvent = (
@@ -100,8 +85,7 @@ LeaseEvent = (
     | PeerReportEvent
     | DeviceLostEvent
     | DeviceReapedEvent
-    | LendOrder
-    | RecallOrder
+    | LeaseOrderEvent
     | ReleasePairEvent
     | OrderAnsweredEvent
     | LookEvent
@@ -157,6 +141,8 @@ class OrderDevice:
     number: int
     device: str
     command: Lend | Recall
+    by: str
+    """Who ordered it: `operator` or `policy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +150,7 @@ class OrderEnded:
     """An order has been carried out, or refused."""
 
     number: int
-    refused: str | None
-    """None: it has been carried out."""
-    lost: bool = False
-    """Whether it ended because the lender does not serve."""
+    outcome: CommandOutcome
 
 
 LeaseInstruction = (

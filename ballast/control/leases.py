@@ -7,8 +7,8 @@ operators.
 ::
 
     both serve        ─IntroducePeer─> both ─PeerMetReport─>  a pair, in an epoch of its own
-    LendOrder         ─OrderDevice─> lender ─PagesLentEvent─> borrower        lent
-    RecallOrder       ─OrderDevice─> lender ─PagesRecalledEvent─> borrower    recalled, due
+    Lend              ─OrderDevice─> lender ─PagesLentEvent─> borrower        lent
+    Recall            ─OrderDevice─> lender ─PagesRecalledEvent─> borrower    recalled, due
                       borrower ─PagesReturnedEvent─> lender                   free
     due has passed    ─KillWorker─> borrower
     one has died      ─AnnouncePeerEnd─> the other ─PeerReleasedReport─>      ─ReplaceWorker─>
@@ -20,8 +20,9 @@ own memory policies recall whatever is lent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from math import inf
 
 from ballast.control.lease_events import (
@@ -33,21 +34,21 @@ from ballast.control.lease_events import (
     LeaseInstruction,
     LeaseMessage,
     LeaseMessageEvent,
+    LeaseOrderEvent,
     LendingDevices,
-    LendOrder,
     MemoryOpenedEvent,
     OrderAnsweredEvent,
     OrderDevice,
     OrderEnded,
     PassLeaseMessage,
     PeerReportEvent,
-    RecallOrder,
     ReleasePairEvent,
     ReplaceWorker,
 )
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
-from ballast.core.actions import Lend, Recall
+from ballast.core.actions import Lend
 from ballast.core.fleet import LeaseView
+from ballast.core.fleet_state import OPERATOR, POLICY, CommandOutcome
 from ballast.core.lease import (
     Lease,
     PagesLentEvent,
@@ -99,12 +100,14 @@ class Leases:
         self._epochs = 0
         self._dead: dict[str, _DeadMemory] = {}
         """By device whose worker has been reaped and not been replaced."""
-        self._orders: dict[int, LendOrder | RecallOrder] = {}
+        self._orders: dict[int, LeaseOrderEvent] = {}
         """Orders that lenders have not answered."""
         self._operators: set[tuple[str, str]] = set()
         """Lenders and borrowers between which operators have ordered something."""
         self._reasons: dict[tuple[str, str], str] = {}
         """By lender and borrower, the reason of the last order to lend that was carried out."""
+        self._free: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {}
+        """Results of `free_pairs`, by devices, since the last event that may have changed them."""
         self._now = 0.0
         self._out: list[LeaseInstruction] = []
 
@@ -120,6 +123,8 @@ class Leases:
         """All that is lent, by lender and borrower."""
         found = []
         for names, pair in self._pairs.items():
+            if not pair.leases:
+                continue
             for lender in sorted(names):
                 (borrower,) = names - {lender}
                 pages = _lent(pair, lender)
@@ -134,6 +139,15 @@ class Leases:
         """Return whether pages can be lent between two devices now."""
         return self._met(lender, borrower) is not None
 
+    def free_pairs(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Return (lender, borrower) of all devices that can lend now, and whose lending is up to
+        policies, in the order of `names`."""
+        key = tuple(names)
+        if key not in self._free:
+            met = (way for way in permutations(key, 2) if self.can_lend(*way))
+            self._free[key] = tuple(way for way in met if not self.reserved(*way))
+        return self._free[key]
+
     def reserved(self, lender: str, borrower: str) -> bool:
         """Return whether an operator has ordered what is lent, so that policies leave it alone."""
         return (lender, borrower) in self._operators
@@ -141,6 +155,9 @@ class Leases:
     def handle(self, now: float, event: LeaseEvent) -> list[LeaseInstruction]:
         """Handle an event at `now`, in seconds of any clock that does not go back."""
         self._now, self._out = now, []
+        policy_order = isinstance(event, LeaseOrderEvent) and not event.by_operator
+        if not policy_order and not isinstance(event, LeaseMessageEvent | OrderAnsweredEvent):
+            self._free.clear()
         match event:
             case MemoryOpenedEvent(device, address):
                 self._introduce(device, address)
@@ -148,16 +165,14 @@ class Leases:
                 self._pass_on(sender, message)
             case PeerReportEvent():
                 self._reported(event)
-            case LendOrder():
-                self._lend(event)
-            case RecallOrder():
-                self._recall(event)
-            case OrderAnsweredEvent(number, refused, lost):
+            case LeaseOrderEvent():
+                self._order(event)
+            case OrderAnsweredEvent(number, outcome):
                 order = self._orders.pop(number, None)
-                if isinstance(order, LendOrder) and refused is None:
-                    self._reasons[order.lender, order.borrower] = order.why
                 if order is not None:
-                    self._out.append(OrderEnded(number, refused, lost))
+                    if isinstance(order.command, Lend) and outcome.code is None:
+                        self._reasons[order.lender, order.command.to] = order.command.why
+                    self._out.append(OrderEnded(number, outcome))
             case ReleasePairEvent(lender, borrower):
                 self._operators.discard((lender, borrower))
             case DeviceLostEvent(device):
@@ -170,39 +185,37 @@ class Leases:
 
     # -- orders -----------------------------------------------------------------------------------
 
-    def _lend(self, order: LendOrder) -> None:
-        refused = self._devices.objection(order.lender, order.borrower) or self._taken(order)
-        if refused is None and not self.can_lend(order.lender, order.borrower):
-            refused = f"{order.lender} and {order.borrower} do not know each other yet"
-        if refused is None:
-            pending = [o for o in self._orders.values() if isinstance(o, LendOrder)]
-            pages = sum(o.pages for o in pending if o.borrower == order.borrower) + order.pages
-            pages += sum(v.pages for v in self.standing if v.borrower == order.borrower)
-            if pages > self._devices.own_pages(order.borrower):
-                refused = f"{order.borrower} would have borrowed more than it has itself"
-        self._begin(order, Lend(order.borrower, order.pages, order.why), refused)
-
-    def _recall(self, order: RecallOrder) -> None:
-        command = Recall(order.borrower, order.pages, order.seconds, order.why)
-        self._begin(order, command, self._taken(order))
-
-    def _taken(self, order: LendOrder | RecallOrder) -> str | None:
-        """Return why a fleet policy's order is refused; operators' orders are not."""
-        if order.by_operator or not self.reserved(order.lender, order.borrower):
-            return None
-        return f"an operator has ordered what {order.lender} lends to {order.borrower}"
-
-    def _begin(
-        self, order: LendOrder | RecallOrder, command: Lend | Recall, refused: str | None
-    ) -> None:
+    def _order(self, order: LeaseOrderEvent) -> None:
+        lender, command = order.lender, order.command
+        refused = None
+        if not order.by_operator and self.reserved(lender, command.to):
+            refused = f"an operator has ordered what {lender} lends to {command.to}"
+        if isinstance(command, Lend):
+            refused = self._devices.objection(lender, command.to) or refused
+            refused = refused or self._shortage(lender, command)
         if refused is None and order.by_operator:
-            self._operators.add((order.lender, order.borrower))
-        if refused is None and self._devices.is_up(order.lender):
+            self._operators.add((lender, command.to))
+        if refused is not None:
+            self._out.append(OrderEnded(order.number, CommandOutcome("refused", refused)))
+        elif self._devices.is_up(lender):
             self._orders[order.number] = order
-            self._out.append(OrderDevice(order.number, order.lender, command))
+            by = OPERATOR if order.by_operator else POLICY
+            self._out.append(OrderDevice(order.number, lender, command, by))
         else:
-            why = refused or f"no worker of {order.lender} serves"
-            self._out.append(OrderEnded(order.number, why, lost=refused is None))
+            down = CommandOutcome("unavailable", f"no worker of {lender} serves")
+            self._out.append(OrderEnded(order.number, down))
+
+    def _shortage(self, lender: str, command: Lend) -> str | None:
+        """Return why two devices that can lend to each other do not do so now."""
+        borrower = command.to
+        if not self.can_lend(lender, borrower):
+            return f"{lender} and {borrower} do not know each other yet"
+        pending = (o.command for o in self._orders.values())
+        pages = sum(c.pages for c in pending if isinstance(c, Lend) and c.to == borrower)
+        pages += sum(v.pages for v in self.standing if v.borrower == borrower) + command.pages
+        if pages > self._devices.own_pages(borrower):
+            return f"{borrower} would have borrowed more than it has itself"
+        return None
 
     # -- messages of workers ----------------------------------------------------------------------
 
@@ -293,7 +306,8 @@ class Leases:
         for number, order in list(self._orders.items()):
             if order.lender == device:
                 del self._orders[number]
-                self._out.append(OrderEnded(number, f"the worker of {device} is gone", lost=True))
+                gone = CommandOutcome("unavailable", f"the worker of {device} is gone")
+                self._out.append(OrderEnded(number, gone))
         for dead in list(self._dead):
             self._release(dead, device)
 

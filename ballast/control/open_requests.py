@@ -218,16 +218,17 @@ class OpenRequests:
         self._changed = True
         self.dispatch()
 
-    def worker_died(self, recorded: Iterable[str]) -> list[str]:
+    def worker_died(self, recorded: Iterable[str] | None) -> list[str]:
         """Keep the requests of a worker that has died for the next one.
 
-        `recorded`: ids of the requests in its job; empty: unknown, and all that it was sent count
-        as in flight. Returns the ids in flight. A suspect that ran alone fails.
+        `recorded`: ids of the requests in its job; empty: unknown, all that were sent count; None:
+        its host is gone, none is to blame. Returns these ids. A suspect that ran alone fails.
         """
         self._send = None
         self._withdrawn.clear()
         self._activations.worker_died()
-        in_flight = [i for i in (list(recorded) or self.sent) if i in self._open]
+        to_blame = [] if recorded is None else list(recorded) or self.sent
+        in_flight = [i for i in to_blame if i in self._open]
         for request in self._open.values():
             request.sent = request.begun = request.departing = request.resuming = False
             request.kv_waits = False

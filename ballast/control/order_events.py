@@ -1,15 +1,13 @@
-"""Define what goes into the state machine of orders and what comes out, and what it reads."""
+"""Define what goes into the state machine of orders and what comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
-from ballast.core.fleet import FleetAction, LeaseView, Need, Room
-from ballast.core.order import CommandOutcome, FleetState, Order, Step
-from ballast.core.report import DeviceReport
+from ballast.core.fleet import FleetAction
+from ballast.core.fleet_state import CommandOutcome
+from ballast.core.order import Order, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +62,3 @@ class ActionDone:
 
 
 OrdersInstruction = DoStep | OrderDone | ActionDone
-
-
-class PolicyState(FleetState, Protocol):
-    """What the machine of orders reads of the fleet, for the fleet policy besides."""
-
-    @property
-    def rooms(self) -> Sequence[Room]:
-        """The devices with their budgets."""
-
-    def homes(self) -> Mapping[str, Sequence[str]]:
-        """Return the devices that accept requests, by model; without models whose devices
-        operators have named."""
-
-    def needs(self) -> Sequence[Need]:
-        """Return the memory that models need of a device."""
-
-    def reports(self) -> Mapping[str, DeviceReport]:
-        """Return the last reports of the devices that serve and are not drained."""
-
-    def leases(self) -> Sequence[LeaseView]:
-        """Return all that is lent."""
-
-    def pairs(self) -> Sequence[tuple[str, str]]:
-        """Return (lender, borrower) of all that can lend, and whose lending is up to policies."""

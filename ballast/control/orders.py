@@ -1,8 +1,8 @@
 """Carry out the orders of operators and of the fleet policy, and call the policy when it is due.
 
-A pure state machine, run by the server (`control.device_orders`) and by the simulator
-(`sim.controller`). What an order does is in its class (`core.order`): a generator of steps, which
-this machine resumes with their answers.
+A pure state machine, driven by `control.order_driver` for the server and the simulator. What an
+order does is in its class (`core.order`): a generator of steps, which this machine resumes with
+their answers.
 
 ::
 
@@ -29,12 +29,12 @@ from ballast.control.order_events import (
     OrderEvent,
     OrdersEvent,
     OrdersInstruction,
-    PolicyState,
     StepAnsweredEvent,
 )
 from ballast.core.fleet import FleetAction, PlacementAction, Withdraw
 from ballast.core.fleet_orders import FinishLeaving
-from ballast.core.order import CommandOutcome, Order, SendCommand, ServeModel, Step, Steps
+from ballast.core.fleet_state import CommandOutcome
+from ballast.core.order import Fleet, Order, SendCommand, Step, Steps
 from ballast.policy.base import FleetPolicy
 
 POLL_SECONDS = 0.5
@@ -72,7 +72,7 @@ class _Run:
 class Orders:
     """The orders to one fleet; `handle` has to be called with `LookEvent` at `due`."""
 
-    def __init__(self, fleet: PolicyState) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._policy: tuple[FleetPolicy, FleetViews] | None = None
         self.wake_at = inf
@@ -108,9 +108,14 @@ class Orders:
         runs = self._waiting if self._current is None else [*self._waiting, self._current]
         return any(run.decision is not None for run in runs)
 
-    def begin(self, policy: FleetPolicy) -> None:
+    @property
+    def awaits(self) -> bool:
+        """Whether a step has not been answered."""
+        return bool(self._awaited)
+
+    def begin(self, policy: FleetPolicy, views: FleetViews) -> None:
         """Call a policy from now on, if it decides anything after the start."""
-        self._policy = policy, FleetViews(self._fleet.rooms)
+        self._policy = policy, views
         self.wake_at = 0.0 if policy.decides else inf
 
     def handle(self, now: float, event: OrdersEvent) -> list[OrdersInstruction]:
@@ -132,16 +137,15 @@ class Orders:
     def _look(self) -> None:
         if self._leave_at <= self._now:
             self._leave_at = inf
-            for device in self._fleet.names:
-                for model in sorted(self._fleet.leaving(device)):
-                    self._add(_Run(FinishLeaving(model, device)))
+            for model, device in self._leaving:
+                self._add(_Run(FinishLeaving(model, device)))
         if self.wake_at <= self._now and not self._deciding:
             self._decide()
 
     def _decide(self) -> None:
         assert self._policy is not None, "it has begun"
         policy, views = self._policy
-        decision = policy(views.view(self._now, self._fleet), self._memo)
+        decision = policy(views.view(self._now), self._memo)
         self._memo = decision.memo
         self.wake_at = inf if decision.wake_at is None else decision.wake_at
         of = _Decision(self._now, self._epoch)
@@ -155,8 +159,14 @@ class Orders:
             return None
         if decision.epoch != self._epoch:
             return f"it was decided in epoch {decision.epoch}, and this is {self._epoch}"
-        known = action.model in self._fleet.homes()
+        known = action.model in self._fleet.placements()
         return None if known else f"there is no model {action.model!r}"
+
+    @property
+    def _leaving(self) -> list[tuple[str, str]]:
+        """(model, device) of all that serve until their open requests have ended."""
+        devices = self._fleet.items()
+        return [(m, name) for name, d in devices for m in sorted(d.leaving) if d.still_serves(m)]
 
     # -- the life of an order ---------------------------------------------------------------------
 
@@ -217,10 +227,8 @@ class Orders:
         """Answer the commands that a dead worker will not answer."""
         for number, run in list(self._awaited.items()):
             step = run.awaited.get(number)
-            if isinstance(step, SendCommand | ServeModel) and step.device == device:
-                what = step.command if isinstance(step, SendCommand) else "add"
-                name = what if isinstance(what, str) else what.verb
-                why = f"{name} was not done: {self._fleet.down(device)}"
+            if isinstance(step, SendCommand) and step.device == device:
+                why = f"{step.command.verb} was not done: {self._fleet[device].down}"
                 self._answered(number, CommandOutcome("unavailable", why))
 
     def _end(self, run: _Run, outcome: CommandOutcome) -> None:
@@ -232,7 +240,7 @@ class Orders:
             self._out.append(OrderDone(run.number, outcome))
         elif run.decision is not None:
             self._end_action(run, run.decision, refused)
-        elif run.order.exclusive and any(map(self._fleet.leaving, self._fleet.names)):
+        elif run.order.exclusive and self._leaving:
             self._leave_at = min(self._leave_at, self._now + POLL_SECONDS)
         self._next()
 

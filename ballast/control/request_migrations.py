@@ -13,7 +13,6 @@ from math import inf
 from typing import Generic
 
 from ballast.control.device_observer import DeviceObserver
-from ballast.control.device_record import DeviceRecord
 from ballast.control.migration_events import (
     ActivationRefusedEvent,
     AnsweredEvent,
@@ -35,8 +34,9 @@ from ballast.control.request_router import RequestRouter, S
 from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import ActivateCommand
-from ballast.core.command import CommandOutcome
+from ballast.core.fleet_state import CommandOutcome
 from ballast.core.migration import MigrationAnswer
+from ballast.core.order import MoveRequests
 from ballast.core.request import Submission
 from ballast.core.settings import Role
 from ballast.transport.worker_messages.migration_messages import MigrationOrderMsg
@@ -63,20 +63,12 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
         """Whether any request may yet move."""
         return self._machine.busy
 
-    def move_requests(
-        self,
-        device: DeviceRecord,
-        model: str,
-        ended: Callable[[int], object],
-        *,
-        bring: bool = False,
-        target: str | None = None,
-    ) -> None:
+    def move_requests(self, step: MoveRequests, ended: Callable[[int], object]) -> None:
         """Migrate a model's running requests to other devices that have its weights; `ended` is
-        called with the number of those that have left. `bring`, `target`: as of `MigrateEvent`."""
+        called with the number of those that have left."""
         number = next(self._numbers)
         self._ended[number] = ended
-        self._handle(MigrateEvent(number, device.name, model, bring, target))
+        self._handle(MigrateEvent(number, step.device, step.model, step.bring, step.target))
 
     def close(self) -> None:
         """Await nothing any more."""

@@ -81,7 +81,7 @@ class RequestRouter(DeviceObserver[D], Generic[D, S]):
             device.requests.fail_all(code, reason)
 
     def _route(self, submission: Submission) -> D:
-        homes = self._devices.serving(submission.model)
+        homes = self._devices.routes(submission.model)
         if len(homes) == 1 and homes[0].lost is None:
             return homes[0]
         alive = [d for d in homes if d.lost is None]

@@ -18,10 +18,11 @@ clock.
 - `fairqueue`: A bounded queue in which owners take turns.
 - `fleet`: The view and the decision of a fleet policy: placement of models over devices.
 - `fleet_orders`: Orders that place models, move requests, drain devices and lend pages.
+- `fleet_state`: The devices as the controller knows them, and base classes of their commands.
 - `gemm_traffic`: Bytes of a GEMM over host link and device memory, by dataflow (C2CServe, 5.2).
 - `job`: Jobs: prefill chunks and decode steps of one model, and their results.
-- `kv_swap`: Which layers' KV is swapped, and what that adds to a forward pass (MIRAGE, 3.2, 7.4).
 - `kv_tiers`: Settings and events of KV tiers below the device.
+- `lazy_property`: A property that is computed once, when it is first read.
 - `lease`: Leases of pages that one device lends to another, and their messages.
 - `levels`: Service levels and bounds of a model or adapter, one record for all that have them.
 - `link_budget`: Reservations of a host link by models that read weights over it (C2CServe, 6.2).
@@ -29,8 +30,9 @@ clock.
 - `migration`: Commands and results of moving a running request with its KV to another device.
 - `model`: `ModelSpec`: the sizes of a model that scheduling and memory need.
 - `omitted`: Mark fields that stories omit while they have their default.
-- `order`: What an order to the fleet is: refusal, steps, undoing, changes of settings.
+- `order`: What an order to the fleet is: its steps.
 - `pass_traffic`: Bytes of a pass that reads its weights in host memory (C2CServe, 5).
+- `price_curve`: A device's marginal prices of pages, which it publishes to fleet policies.
 - `report`: `DeviceReport`: what a device reports for routing, metrics and display.
 - `request`: Sampling parameters, submissions, and the life of a request inside an engine.
 - `residency_plan`: Where each unit of a model is, how passes read it, and what that costs.

@@ -7,12 +7,22 @@ Nothing here acts: all are frozen data. `why` is the reason that the story recor
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from ballast.core.fleet_state import Command
 from ballast.core.levels import ModelLevels, at_levels, level_fields
 from ballast.core.omitted import OMITTED
-from ballast.core.order import ModelOrder, Order
+from ballast.core.order import ModelOrder
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from collections import UserString
+
+    Why = str | UserString
+else:
+    Why = str  # of actions in messages, whose reasons are plain texts
+"""A reason, which may be a text that is made when it is first read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,7 @@ class Preempt:
 
     model: str
     request_id: str
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class DropCache:
 
     model: str
     pages: int
-    why: str = ""
+    why: Why = ""
     spare: str = field(default="", metadata=OMITTED)
     """Id of a waiting request of the model whose cached prefix is kept."""
 
@@ -51,7 +61,7 @@ class Compact:
 
     model: str
     pages: int
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class Limit:
 
     model: str
     pages: int | None
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class Hold:
 
     model: str
     held: bool
-    why: str = ""
+    why: Why = ""
     frozen: bool = False
 
 
@@ -90,7 +100,7 @@ class Reorder:
     requests: tuple[str, ...]
     """Ids of the requests."""
     place: int
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +109,7 @@ class Refuse:
 
     model: str
     request_id: str
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +125,23 @@ class Reside:
 
     model: str
     plan: ResidencyPlan
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Have `staged` of the KV blocks that a model's running requests use on the host.
 
-    They are copied beside the next job, those of younger requests first, and read through slots
-    from then on: each job brings them layer by layer. Fewer than now: some come home.
+    They are copied beside the next job and read through slots from then on: each job brings them
+    layer by layer. Fewer than now: some come home.
     """
 
     model: str
     staged: int
-    why: str = ""
+    why: Why = ""
+    order: tuple[str, ...] = field(default=(), metadata=OMITTED)
+    """Requests in the order in which their blocks move. The others follow: to the host the
+    youngest first, home the oldest first."""
 
 
 RECALL_SECONDS = 30.0
@@ -136,7 +149,7 @@ RECALL_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Recall(Order):
+class Recall(Command):
     """Recall pages lent to another device, the most recently lent first."""
 
     to: str
@@ -144,7 +157,7 @@ class Recall(Order):
     """Number of pages; None: all."""
     seconds: float
     """Time after which the borrower's process is killed if it has not returned them."""
-    why: str = ""
+    why: Why = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +166,18 @@ class GiveBack:
 
     to: str
     pages: int
-    why: str = ""
+    why: Why = ""
 
 
 ModelAction = Preempt | DropCache | Compact | Limit | Hold | Reorder | Refuse | Reside | Stage
 Action = ModelAction | Recall | GiveBack
+
+
+def explained(action: Action, why: Why) -> Action:
+    """Give an action that nobody else has yet another reason, and return it: cheaper than a copy,
+    where a decision has many."""
+    object.__setattr__(action, "why", why)
+    return action
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +201,8 @@ class Change(ModelLevels, ModelOrder):
 
     model: str
     ttl: float | None = field(default=None, metadata=OMITTED)
+    guarantee: int = field(default=0, metadata=OMITTED)
+    limit: int | None = field(default=None, metadata=OMITTED)
     why: str = ""
 
     @classmethod
@@ -221,7 +243,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend(Order):
+class Lend(Command):
     """Lend free pages to another device."""
 
     to: str
@@ -230,7 +252,7 @@ class Lend(Order):
 
 
 @dataclass(frozen=True, slots=True)
-class ScrubKv(Order):
+class ScrubKv(Command):
     """Forget the cached prefixes of a model, of a tenant, or of both together; None: of all. Blocks
     of running requests stay until these have ended."""
 

@@ -44,9 +44,6 @@ class Lendable:
     """Name of its host; equal for all devices of one host."""
     reach: GpuReach | None = None
     """Report of a GPU's process; None: not reported yet."""
-    layered: bool = False
-    """Whether its KV is in layer-major order: then none can be on borrowed pages, which hold slabs
-    of whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +72,6 @@ def _capability(lender: Lendable, borrower: Lendable) -> Capability:
     elif lender.page_bytes != borrower.page_bytes:
         means, sizes = None, (format_bytes(d.page_bytes) for d in (lender, borrower))
         why = f"their pages differ: {' and '.join(sizes)}"
-    elif borrower.layered:
-        means, why = None, "its KV lies layer by layer, and so never on borrowed pages"
     elif means == IMPORT and (why := _beyond(lender, borrower)):
         means = None
     return Capability(lender.device, borrower.device, means, why)

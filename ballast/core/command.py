@@ -1,6 +1,6 @@
 """Define the commands that change which models a device serves, and the unions of commands.
 
-Sent through the controller to a worker, as plain data. Each class is an order as well
+Sent through the controller to a worker, as plain data. Those about one model are orders as well
 (`core.order`).
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
-from ballast.core.order import ChooseDevices, FleetState, ModelOrder, Step
-from ballast.core.order import CommandOutcome as CommandOutcome
+from ballast.core.fleet_state import CommandOutcome as CommandOutcome
+from ballast.core.order import ChooseDevices, Fleet, ModelOrder, Step
 from ballast.core.settings import FleetSettings, ModelSettings
 
 
@@ -49,7 +49,7 @@ class Add(ModelOrder):
         others = (m for m in fleet.models if m.name != self.model)
         return replace(fleet, models=(*others, self.settings))
 
-    def concerned(self, fleet: FleetState) -> Generator[Step, Any, Sequence[str] | CommandOutcome]:
+    def concerned(self, fleet: Fleet) -> Generator[Step, Any, Sequence[str] | CommandOutcome]:
         chosen: Sequence[str] | CommandOutcome = yield ChooseDevices(self.settings)
         return chosen
 
@@ -74,9 +74,9 @@ class Remove(ModelOrder):
     def applied(self, fleet: FleetSettings) -> FleetSettings:
         return replace(fleet, models=tuple(m for m in fleet.models if m.name != self.model))
 
-    def concerned(self, fleet: FleetState) -> Generator[Step, Any, Sequence[str] | CommandOutcome]:
+    def concerned(self, fleet: Fleet) -> Generator[Step, Any, Sequence[str] | CommandOutcome]:
         yield from ()
-        return fleet.assigned(self.model) or (fleet.serving(self.model) or fleet.names)[:1]
+        return fleet.assigned(self.model) or (fleet.serving(self.model) or list(fleet))[:1]
 
 
 ModelCommand = Add | Remove | Change | ActivateCommand | EvictCommand

@@ -65,6 +65,9 @@ class WorkView:
     bound; no waiting ones if the first of them finds no memory."""
     traffic: Traffic = field(default_factory=Traffic)
     """The model's recent request rate, and mean lengths of requests that have ended."""
+    late: float = 0.0
+    """Seconds by which its jobs may take longer than `costs` say, as some of the recent ones did;
+    0 where costs are given."""
 
 
 @dataclass(frozen=True, slots=True)

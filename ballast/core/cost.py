@@ -128,6 +128,22 @@ class StepCosts:
         """Return the seconds to prefill `tokens` positions of a sequence from position `start`."""
         return self.of(JobLoad(tokens, 1, chunk_pairs(tokens, start), 0, 0))
 
+    def prefilling(self) -> Callable[[int], float]:
+        """Return `prefill_seconds` from position 0 as a function, for many requests; equal to it,
+        bit for bit."""
+        if self.expert_reading:
+            return self.prefill_seconds
+        base, least, hidden = self.base, max(self.floor, 0.0), self.hidden
+        each, pair, chunk = self.per_token, self.per_pair, self.per_chunk
+
+        def seconds(tokens: int) -> float:
+            if not tokens:
+                return base
+            work = tokens * each + tokens * (tokens + 1) // 2 * pair + chunk
+            return max(least, base + work - hidden)
+
+        return seconds
+
     def work(self, traffic: Traffic, tpot: float, most: int) -> float:
         """Estimate the load of `traffic` on a device that serves nothing else, in compute seconds
         per second.

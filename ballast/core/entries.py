@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ballast.core.actions import Action, ActivateCommand, EvictCommand, LoopCommand
+from ballast.core.actions import Action, LoopCommand
 from ballast.core.cost import StepCosts
 from ballast.core.event import (
     ArrivalEvent,
@@ -29,6 +29,7 @@ from ballast.core.event import (
     TimerEvent,
     TransferDoneEvent,
 )
+from ballast.core.fleet_state import OPERATOR
 from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
 from ballast.core.lease import (
     Lease,
@@ -96,6 +97,8 @@ class Snapshot:
     """Whether KV is kept in tiers below the device."""
     order: str = "round-robin"
     """Name of the order of compute; the default stands for older stories, which lack it."""
+    near_host: bool = False
+    """Whether passes read host memory as fast as the device's."""
 
 
 EVENT_TAGS: Mapping[type[Event], str] = {
@@ -167,6 +170,8 @@ def describe(event: Event) -> StoryEntry:
         entry["seconds"] = event.seconds
         if event.stall:
             entry["stall"] = event.stall
+        if any(event.carried):
+            entry["carried"] = list(event.carried)
         return entry
     if isinstance(event, GrammarReadyEvent):
         # Not its reason, which may quote the grammar.
@@ -179,6 +184,7 @@ def describe(event: Event) -> StoryEntry:
             "id": event.id,
             "operation": action_tag(type(wanted)),
             **describe_action(wanted),
+            **({} if event.by == OPERATOR else {"by": event.by}),
         }
     if isinstance(event, PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent):
         return {"event": kind, **describe_lease(event.lease)}
@@ -187,7 +193,7 @@ def describe(event: Event) -> StoryEntry:
 
 def action_tag(kind: type[Action | LoopCommand]) -> str:
     """Return the tag of an action or command in a story; see `EVENT_TAGS`."""
-    return {ActivateCommand: "Activate", EvictCommand: "Evict"}.get(kind, kind.__name__)
+    return kind.__name__.removesuffix("Command")
 
 
 def describe_action(action: Action | LoopCommand) -> StoryEntry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ballast.core.actions import LoopCommand
+from ballast.core.fleet_state import OPERATOR
 from ballast.core.job import Job, SampledToken
 from ballast.core.kv_tiers import KvFetchedEvent, KvFoundEvent
 from ballast.core.lease import (
@@ -76,6 +77,9 @@ class JobDoneEvent:
     seconds: float
     stall: float = 0.0
     """Part of `seconds` in which it waited for rotating or arriving layers."""
+    carried: tuple[float, float] = (0.0, 0.0)
+    """Seconds for which links carried what it read elsewhere than on the device, and what it wrote
+    there, whether it waited or not; 0 in virtual time, and on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,12 @@ class StopEvent:
 
 @dataclass(frozen=True, slots=True)
 class CommandEvent:
-    """An operator's command for the loop; its result is reported under the same id."""
+    """A command for the loop from outside the device; its result is reported under the same id."""
 
     id: str
     command: LoopCommand
+    by: str = OPERATOR
+    """Who ordered it: `operator` or `policy`, the fleet's."""
 
 
 Event = (
@@ -184,6 +190,8 @@ class TokenOutput:
     """Prompt tokens found in the prefix cache at first admission; set with its first token only."""
     fetched: tuple[tuple[str, int], ...] = ()
     """Of these, tokens whose KV came from tiers below the device, by tier."""
+    activating: float = 0.0
+    """Seconds of `queued` during which the model's weights were coming."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ballast.core.fleet_orders import Migrate as Migrate
 from ballast.core.fleet_orders import Place as Place
 from ballast.core.fleet_orders import RecallPages as RecallPages
 from ballast.core.fleet_orders import Withdraw as Withdraw
+from ballast.core.price_curve import PriceCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Need:
     least: int
     """Minimum bytes to serve the model: weights, activations, KV of one request."""
     weights: int
-    """Bytes of its weights."""
+    """Bytes of its weights, and of KV that is guaranteed to it."""
     work: Mapping[str, float] = field(default_factory=dict)
     """Expected compute seconds per second, by kind of device; empty: unknown."""
     pinned: bool = False
@@ -80,8 +81,9 @@ class Hosting:
     """Pages of other devices that back its KV."""
     waiting: int = 0
     """Requests that wait."""
-    forgotten_blocks: int = 0
-    """Blocks of cached prefixes that were forgotten to make room, since the previous view."""
+    missed_blocks: int = 0
+    """Blocks of cached prefixes that were forgotten to make room, and computed again since the
+    previous view."""
     lacking: int = 0
     """Part of `waiting` that pages would let run: without requests beyond `max_running`."""
     lacking_tokens: int = 0
@@ -105,6 +107,8 @@ class DeviceLoad:
     """Pages that nobody has, or that are about to be free."""
     link_load: float = 0.0
     """Part of the time since the previous view in which its link to the host carried layers."""
+    prices: PriceCurve | None = None
+    """Marginal prices of its pages; None: its memory policy has none."""
 
     @property
     def waiting(self) -> int:

@@ -6,24 +6,22 @@ about the memory of devices are commands to them (`core.command`, `core.actions`
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ballast.core.actions import RECALL_SECONDS, ActivateCommand, EvictCommand, Lend, Recall
-from ballast.core.command import Remove
+from ballast.core.command import Add, Remove
+from ballast.core.fleet_state import CommandOutcome
 from ballast.core.order import (
     DONE,
-    CommandOutcome,
-    FleetState,
+    Fleet,
     HandOver,
     MoveRequests,
     Order,
     OrderLease,
     SendCommand,
-    ServeModel,
-    SetCordoned,
-    SetLeaving,
     Step,
     Steps,
     refused,
@@ -47,12 +45,12 @@ class Place(Order):
 
     exclusive = True
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
-        if self.device not in fleet.names or not fleet.known(self.model):
-            there = self.device in fleet.names
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        if self.device not in fleet or fleet.settings_of(self.model) is None:
+            there = self.device in fleet
             what = f"no model {self.model!r}" if there else f"there is no device {self.device!r}"
-            return refused(f"{what}; devices: {', '.join(fleet.names)}")
-        if fleet.cordoned(self.device):
+            return refused(f"{what}; devices: {', '.join(fleet)}")
+        if fleet[self.device].cordoned:
             return refused(f"{self.device} is drained; uncordon it first")
         if self.device in fleet.taking(self.model):
             return refused(f"{self.device} serves {self.model} already")
@@ -76,16 +74,16 @@ class Withdraw(Order):
 
     exclusive = True
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
         here = fleet.taking(self.model)
         if self.device not in here:
             return refused(f"{self.model} is not on {self.device!r}")
         if len(here) < 2:
             return refused(f"{self.model} is on no other device")
-        yield SetLeaving(self.device, self.model, True)
+        fleet[self.device].leaving.add(self.model)
         if self.seconds is None:
             return DONE
-        return (yield from _remove(self.model, self.device, self.seconds))
+        return (yield from _remove(fleet, self.model, self.device, self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +96,17 @@ class FinishLeaving(Order):
 
     exclusive = True
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
-        if self.model not in fleet.leaving(self.device):
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        leaves = fleet[self.device]
+        if not leaves.still_serves(self.model):
             return DONE  # an operator has placed it there again
         if not set(fleet.taking(self.model)) - {self.device}:
-            yield SetLeaving(self.device, self.model, False)
+            leaves.leaving.discard(self.model)
             return DONE
         yield MoveRequests(self.device, self.model)
-        there = fleet.down(self.device) is None and self.model in fleet.models_on(self.device)
-        if there and not fleet.open_requests(self.device, self.model):
-            return (yield from _remove(self.model, self.device, LEAVING_SECONDS, move=False))
+        base = leaves.specs.get(self.model)
+        if leaves.down is None and base is not None and not leaves.count_open(base):
+            yield from _remove(fleet, self.model, self.device, LEAVING_SECONDS, move=False)
         return DONE
 
 
@@ -123,50 +122,86 @@ class Drain(Order):
     """
 
     device: str
+    beside: tuple[str, ...] = ()
+    """Devices that are drained with it, as those of its host: nothing comes to them."""
 
     exclusive = True
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
-        if self.device not in fleet.names:
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        if self.device not in fleet:
             return _unknown(self.device, fleet)
         failed = yield from self._place_elsewhere(fleet)
         if failed is not None:
             return failed
-        yield SetCordoned(self.device, True)
-        models = fleet.models_on(self.device)
+        fleet[self.device].cordoned = True
+        models = list(fleet[self.device].specs)
         yield tuple(MoveRequests(self.device, model, bring=True) for model in models)
         yield HandOver(self.device)
         for model in models:
             yield SendCommand(self.device, EvictCommand(model, "its device is drained"))
         return DONE
 
-    def _place_elsewhere(self, fleet: FleetState) -> Generator[Step, Any, CommandOutcome | None]:
+    def _place_elsewhere(self, fleet: Fleet) -> Generator[Step, Any, CommandOutcome | None]:
         """Place each model that only this device serves on another one. On failure undo that and
         return the outcome; else return None."""
-        others = [
-            d
-            for d in fleet.names
-            if d != self.device and fleet.down(d) is None and not fleet.cordoned(d)
-        ]
+        others = [n for n in fleet.able if n != self.device and n not in self.beside]
         placed: list[tuple[str, str]] = []
-        for model in fleet.models_on(self.device):
+        for model in list(fleet[self.device].specs):
             if set(fleet.taking(model)) & set(others):
                 continue
-            outcome = refused("there is no other device")
-            why = outcome.reason
-            for name in sorted(others, key=fleet.filled):
-                outcome = yield from _serve(fleet, model, name)
-                if outcome.code is None:
-                    placed.append((model, name))
-                    break
-                why = f"{name}: {outcome.reason}"
-            else:
-                for undone, name in placed:
-                    yield SetLeaving(name, undone, True)
-                    yield from _remove(undone, name, UNDO_SECONDS)
-                code = "unavailable" if outcome.code == "unavailable" else "refused"
-                return CommandOutcome(code, f"{model} stays on {self.device}: {why}")
+            name, outcome = yield from _serve_on_one(fleet, model, others)
+            if name is not None:
+                placed.append((model, name))
+                continue
+            for undone, name in placed:
+                fleet[name].leaving.add(undone)
+                yield from _remove(fleet, undone, name, UNDO_SECONDS)
+            code = "unavailable" if outcome.code == "unavailable" else "refused"
+            return CommandOutcome(code, f"{model} stays on {self.device}: {outcome.reason}")
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainHost(Order):
+    """Drain all devices of a host, or none of them."""
+
+    devices: tuple[str, ...]
+
+    exclusive = True
+
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        drained: list[str] = []
+        for name in self.devices:
+            if fleet[name].cordoned:
+                continue
+            outcome = yield from Drain(name, self.devices).steps(fleet)
+            if outcome.code is not None:
+                for one in drained:
+                    fleet[one].cordoned = False
+                return outcome
+            drained.append(name)
+        return DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Rehome(Order):
+    """Serve on other devices, each on the least filled that accepts it, what only a device served
+    whose host is gone; its requests go on there. What no other accepts waits for the device."""
+
+    device: str
+
+    exclusive = True
+
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        lost = fleet[self.device]
+        for model in list(lost.specs):
+            if lost.down is None:
+                break  # it serves again
+            others = [name for name in fleet.able if name != self.device]
+            if not set(fleet.taking(model)) & set(others):
+                yield from _serve_on_one(fleet, model, others)
+        yield HandOver(self.device)
+        return DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +212,11 @@ class Uncordon(Order):
 
     exclusive = True
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
-        if self.device not in fleet.names:
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        yield from ()
+        if self.device not in fleet:
             return _unknown(self.device, fleet)
-        yield SetCordoned(self.device, False)
+        fleet[self.device].cordoned = False
         return DONE
 
 
@@ -195,7 +231,7 @@ class Migrate(Order):
     """Where they go; None: to any other device of the model."""
     why: str = ""
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
         serving = fleet.serving(self.model)
         for name in (self.device, self.to):
             if name is not None and name not in serving:
@@ -206,8 +242,25 @@ class Migrate(Order):
         return DONE
 
 
+class LeaseOrder(Order):
+    """Base class of the orders about pages that one device lends to another."""
+
+    __slots__ = ()
+
+    lender: str
+
+    @property
+    @abstractmethod
+    def command(self) -> Lend | Recall:
+        """The lender's command."""
+
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        outcome: CommandOutcome = yield OrderLease(self.lender, self.command)
+        return outcome
+
+
 @dataclass(frozen=True, slots=True)
-class LendPages(Order):
+class LendPages(LeaseOrder):
     """Have a device lend free pages to another, which may use them for KV."""
 
     lender: str
@@ -216,17 +269,12 @@ class LendPages(Order):
     why: str = ""
 
     @property
-    def command(self) -> Lend | Recall:
-        """The lender's command."""
+    def command(self) -> Lend:
         return Lend(self.borrower, self.pages, self.why)
-
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
-        outcome: CommandOutcome = yield OrderLease(self.lender, self.command)
-        return outcome
 
 
 @dataclass(frozen=True, slots=True)
-class RecallPages(Order):
+class RecallPages(LeaseOrder):
     """Have a device recall pages that it has lent; a borrower that keeps them is killed."""
 
     lender: str
@@ -237,37 +285,47 @@ class RecallPages(Order):
     why: str = ""
 
     @property
-    def command(self) -> Lend | Recall:
-        """The lender's command."""
+    def command(self) -> Recall:
         return Recall(self.borrower, self.pages, self.seconds, self.why)
 
-    def steps(self, fleet: FleetState, device: str | None = None) -> Steps:
-        outcome: CommandOutcome = yield OrderLease(self.lender, self.command)
-        return outcome
+
+def _unknown(device: str, fleet: Fleet) -> CommandOutcome:
+    return refused(f"no device {device!r}; devices: {', '.join(fleet)}")
 
 
-def _unknown(device: str, fleet: FleetState) -> CommandOutcome:
-    return refused(f"no device {device!r}; devices: {', '.join(fleet.names)}")
+def _serve_on_one(
+    fleet: Fleet, model: str, devices: Sequence[str]
+) -> Generator[Step, Any, tuple[str | None, CommandOutcome]]:
+    """Serve a model on the least filled of `devices` that accepts it; returns that device, or None
+    and the last refusal."""
+    outcome = CommandOutcome("refused", "there is no other device")
+    for name in sorted(devices, key=lambda name: fleet[name].filled):
+        outcome = yield from _serve(fleet, model, name)
+        if outcome.code is None:
+            return name, outcome
+        outcome = CommandOutcome(outcome.code, f"{name}: {outcome.reason}")
+    return None, outcome
 
 
-def _serve(fleet: FleetState, model: str, device: str) -> Generator[Step, Any, CommandOutcome]:
+def _serve(fleet: Fleet, model: str, device: str) -> Generator[Step, Any, CommandOutcome]:
     """Have a device serve a model, or keep one that is leaving it."""
-    if model in fleet.leaving(device):
-        yield SetLeaving(device, model, False)
+    if fleet[device].still_serves(model):
+        fleet[device].leaving.discard(model)
         return DONE
-    down = fleet.down(device)
-    if down is not None:
-        return CommandOutcome("unavailable", down)
-    return (yield ServeModel(device, model))  # type: ignore[no-any-return]
+    down, settings = fleet[device].down, fleet.settings_of(model)
+    if down is not None or settings is None:
+        return CommandOutcome("unavailable", down or f"there is no model {model!r}")
+    outcome: CommandOutcome = yield SendCommand(device, Add(settings))
+    return outcome
 
 
 def _remove(
-    model: str, device: str, seconds: float, *, move: bool = True
+    fleet: Fleet, model: str, device: str, seconds: float, *, move: bool = True
 ) -> Generator[Step, Any, CommandOutcome]:
     """Remove a model from a device that it is leaving; it stays if that is refused."""
     if move:
         yield MoveRequests(device, model)
     outcome: CommandOutcome = yield SendCommand(device, Remove(model, seconds))
     if outcome.code is not None:
-        yield SetLeaving(device, model, False)
+        fleet[device].leaving.discard(model)
     return outcome

@@ -17,6 +17,11 @@ from ballast.core.units import ceil_div
 
 WORKSPACE_ITEM = 4
 """Bytes of a partial sum."""
+SUMS_REACH = 0.4
+"""Part of the bandwidth of plain reads that partial sums reach: by C2CServe's figure 4, 5.18 GB in
+4.0 ms, where plain reads have 3.2 TB/s; our own kernel reaches less. With it, weight-stationary
+products are faster than output-stationary ones on a whole GH200, about equal on three slices, and
+slower on seven, as there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,25 @@ class GemmTraffic:
 
     link: float
     device: float
+    sums: float = 0.0
+    """Part of `device` that adds up partial sums."""
 
     def __add__(self, other: GemmTraffic) -> GemmTraffic:
-        return GemmTraffic(self.link + other.link, self.device + other.device)
+        return GemmTraffic(
+            self.link + other.link, self.device + other.device, self.sums + other.sums
+        )
+
+    def times(self, n: float) -> GemmTraffic:
+        """Return the traffic of `n` such products."""
+        return GemmTraffic(n * self.link, n * self.device, n * self.sums)
+
+    def memory_seconds(self, rate: float) -> float:
+        """Return the seconds of device memory, of which other traffic reaches `rate`."""
+        return (self.device + self.sums * (1 / SUMS_REACH - 1)) / rate
 
     def seconds(self, link_rate: float, device_rate: float) -> float:
         """Return the lower bound by traffic; rates in bytes per second."""
-        return max(self.link / link_rate, self.device / device_rate)
+        return max(self.link / link_rate, self.memory_seconds(device_rate))
 
 
 def output_stationary_columns(n: int, os_share: float, tile_columns: int) -> int:
@@ -97,6 +114,7 @@ def weight_stationary(shape: GemmShape, tile: GemmTile, programs: int) -> GemmTr
     return GemmTraffic(
         link=shape.weight_bytes,
         device=activations + workspace + shape.m * shape.n * shape.item,
+        sums=workspace,
     )
 
 

@@ -49,7 +49,9 @@ class SequenceWork:
     """Number of prompt tokens in `history`."""
     scoring: Scoring | None = None
     embed: bool = False
-    """Whether the embedding of the last of `tokens` is requested."""
+    """Whether the embedding of the last of `tokens` is requested; of an encoder, that of all."""
+    second_text: int = 0
+    """As of `Submission`."""
 
     @property
     def end(self) -> int:

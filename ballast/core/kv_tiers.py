@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 DISK_BYTES_PER_SECOND = 1e9
 """Rate at which a disk is expected to be read."""
+PEER = "peer"
+"""Names memory borrowed from other devices, where cached tokens are counted by tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,15 @@ class ModelLevels(Levels):
     ttl: float | None = None
     """Idle time to live: seconds without a request after which it is evicted; None, 0: never, until
     others need its memory."""
+    guarantee: int = 0
+    """Bytes of each of its devices that weights and KV of the model can always have. They include
+    its weights, so it is pinned; others never get what it leaves unused."""
+    limit: int | None = None
+    """Most bytes of each of its devices that its weights and KV take together; None: no bound."""
+
+    def __post_init__(self) -> None:
+        if self.guarantee:
+            object.__setattr__(self, "pinned", True)
 
 
 T = TypeVar("T", bound=Levels)

@@ -113,16 +113,15 @@ def _layers(sizes: PassSizes, rows: int, os_share: float, programs: int) -> Gemm
     if read:
         each = max(1, round(rows * sizes.chosen / read))
         for matrix in sizes.expert:
-            layer += _times(_gemm(matrix, each, sizes.item, os_share, programs), read)
-    return _times(layer, sizes.layers)
+            layer += _gemm(matrix, each, sizes.item, os_share, programs).times(read)
+    return layer.times(sizes.layers)
 
 
 def _gemm(
     matrix: tuple[int, int], rows: int, item: int, os_share: float, programs: int
 ) -> GemmTraffic:
+    """Traffic of one product. One tile of rows reads weights once either way: it is computed
+    output-stationary, without partial sums, whatever the share."""
     n, k = matrix
+    os_share = 1.0 if rows <= OS_TILE.rows else os_share
     return hybrid(GemmShape(rows, n, k, item), OS_TILE, WS_TILE, os_share, programs, TOGETHER)
-
-
-def _times(traffic: GemmTraffic, n: float) -> GemmTraffic:
-    return GemmTraffic(n * traffic.link, n * traffic.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ballast.core.cost import StepCosts, Traffic
+from ballast.core.price_curve import PriceCurve
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the histogram buckets of tokens per job; the same as vLLM's."""
@@ -56,8 +57,8 @@ class ModelReport:
     output_tokens: int
     whole_pages: int = 0
     """Pages of all of its weights, on the device or not."""
-    forgotten_blocks: int = 0
-    """Blocks of cached prefixes that were forgotten to make room, since start."""
+    missed_blocks: int = 0
+    """Blocks of cached prefixes forgotten to make room, then computed again, since start."""
     lacking: int = 0
     """Waiting requests that pages would let run: without those beyond `max_running`."""
     lacking_tokens: int = 0
@@ -146,3 +147,7 @@ class DeviceReport:
     """CUDA graphs; None: the device has none."""
     fetched_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens whose KV came from tiers below the device, since start, by tier."""
+    prices: PriceCurve | None = None
+    """Marginal prices of its pages; None: no fleet policy reads them."""
+    activation_bytes_per_second: float = 0.0
+    """Rate at which activations have brought weights lately, else the link's; 0: unknown."""

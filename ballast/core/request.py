@@ -91,6 +91,9 @@ class Submission:
     the prompt's token (`PromptScoresOutput`); None: report none."""
     embed: bool = False
     """Whether it requests the embedding of the prompt (`EmbeddingOutput`); nothing is generated."""
+    second_text: int = 0
+    """First position of the second of a pair of texts, to an encoder that tells them apart; 0:
+    there is none."""
     resumed: tuple[int, ...] | None = None
     """Output tokens that the client has already, from an earlier worker or another device; the
     output continues after them as it would have there. None: a new request."""
@@ -191,6 +194,9 @@ class Request:
     """Separates its cached prefixes from those of other adapters and tenants."""
     place: int = 0
     """Place in its model's queue (`ballast.core.actions.Reorder`)."""
+    turn: int = 0
+    """Round in which its tenant's next request is admitted (`ballast.engine.waiting`); 0: it
+    has been in no queue."""
     state: RequestState = RequestState.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -199,6 +205,10 @@ class Request:
     fetched: tuple[tuple[str, int], ...] = ()
     """Of these, tokens whose KV came from tiers below the device, by tier."""
     preemptions: int = 0
+    undone: int = 0
+    """Tokens that it had when it last lost its KV by preemption, or after it; 0: it never has."""
+    kept: bool = False
+    """Whether it was preempted, and its KV stayed as a cached prefix."""
     in_flight: bool = False
     """Whether it is part of a job that has been started and has not ended."""
     fetching: bool = False

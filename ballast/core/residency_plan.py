@@ -1,14 +1,13 @@
-"""Plan where each unit of a model is, how a pass reads it, and what that costs.
+"""Plan where each unit of a model is, and compute the pages that it takes there.
 
-A unit is a segment of weights: embeddings, each layer in order, what follows the layers. KV is
-planned by layers. `weights.residency` computes what is in force; policies choose other plans by
-`Reside`, and the engine carries them out; what a change brings, gives up and costs follows from the
-two plans (`PlanChange`).
+A unit is a segment of weights: embeddings, each layer in order, what follows the layers.
+`weights.residency` computes what is in force; policies choose other plans by `Reside`, and the
+engine carries them out; what a change brings and gives up follows from the two plans
+(`PlanChange`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,37 +27,6 @@ class Unit(NamedTuple):
     together with all others."""
 
 
-class Site(enum.Enum):
-    """Kind of place that a unit is in."""
-
-    DEVICE = "device"
-    """Pages of its own."""
-    SLOT = "slot"
-    """Pages that it shares with other layers, which take turns there."""
-    HOST = "host"
-    """None: its bytes are in host memory alone."""
-
-
-class UnitPlace(NamedTuple):
-    """UnitPlace of a unit."""
-
-    site: Site
-    slot: int = -1
-    """Number of the slot; -1: it is in none."""
-
-
-class Access(enum.Enum):
-    """How a pass reads a unit."""
-
-    RESIDENT = "resident"
-    STREAMED = "streamed"
-    """It is brought before its layer runs."""
-    IN_PLACE = "in place"
-    """It is read in host memory, over the link, by the addresses that it has on the device."""
-    NONE = "none"
-    """No pass can: the model does not run."""
-
-
 class PlanChange(NamedTuple):
     """What it takes to get from one plan of a model to another."""
 
@@ -68,11 +36,6 @@ class PlanChange(NamedTuple):
     """Units that are absent afterwards, and not before."""
     pages: int
     """Device pages that the model takes; negative: gives up."""
-    n_bytes: int
-    """Most bytes that are copied from the host before all is where it is to be: of units that come
-    into pages, and of layers that leave slots."""
-    calls: int
-    """Units whose page-table entries change."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +52,6 @@ class ResidencyPlan:
     in_place: frozenset[int] = field(default=frozenset(), metadata=OMITTED)
     """Units that passes read in host memory (C2CServe, 5). While there are any, no layer is in a
     slot."""
-    kv: Rotation = field(default=WHOLE, metadata=OMITTED)
-    """Layers whose KV is on the host and passes through slots."""
-
-    def place(self, unit: int) -> UnitPlace:
-        """Return the place of a unit."""
-        if unit in self.absent or unit in self.in_place:
-            return UnitPlace(Site.HOST)
-        slot = self.rotation.slot_of.get(unit - 1)
-        return UnitPlace(Site.DEVICE) if slot is None else UnitPlace(Site.SLOT, slot)
-
-    def access(self, unit: int) -> Access:
-        """Return how passes read a unit. A layer that is alone in its slot stays there."""
-        if self.absent:
-            return Access.NONE
-        if unit in self.in_place:
-            return Access.IN_PLACE
-        following = self.rotation.next_of.get(unit - 1, unit - 1)
-        return Access.RESIDENT if following == unit - 1 else Access.STREAMED
 
     @property
     def runnable(self) -> bool:
@@ -137,27 +82,18 @@ class ResidencyPlan:
         return sum(u.pages for i, u in enumerate(self.units) if i in self.absent and not u.shared)
 
     @cached_property
-    def bytes_per_pass(self) -> int:
-        """Bytes that each pass reads over the link: of a dense model; of a layer with experts, at
-        most."""
-        over_link = (Access.STREAMED, Access.IN_PLACE)
-        return sum(u.n_bytes for i, u in enumerate(self.units) if self.access(i) in over_link)
+    def share_away(self) -> float:
+        """Part of the bytes that passes read which have no pages; embeddings, of which a pass reads
+        few rows, count where they are the head as well."""
+        first = 0 if len(self.units) <= self.n_layers + 1 else 1
+        whole = sum(unit.n_bytes for unit in self.units[first:])
+        away = (i for i in self.in_place | self.absent if i >= first)
+        return sum(self.units[i].n_bytes for i in away) / max(1, whole)
 
     def to(self, after: ResidencyPlan) -> PlanChange:
         """Return what it takes to get from this plan to `after`, of the same units."""
-        changed = [i for i in range(len(self.units)) if self._mapped(i) != after._mapped(i)]
-        copied = (i for i in changed if after.place(i).site is Site.DEVICE)
-        return PlanChange(
-            self.absent - after.absent,
-            after.absent - self.absent,
-            after.device_pages - self.device_pages,
-            sum(self.units[i].n_bytes for i in copied),
-            len(changed),
-        )
-
-    def _mapped(self, unit: int) -> tuple[UnitPlace, bool]:
-        """What is mapped beneath a unit's addresses."""
-        return self.place(unit), unit in self.in_place
+        pages = after.device_pages - self.device_pages
+        return PlanChange(self.absent - after.absent, after.absent - self.absent, pages)
 
     # -- giving up and bringing back --------------------------------------------------------------
 
@@ -204,9 +140,23 @@ class ResidencyPlan:
         rotation = WHOLE if units else self.rotation
         return replace(self, rotation=rotation, absent=self.absent - units, in_place=units)
 
+    def laid(self, pages: int) -> ResidencyPlan:
+        """Return the plan in which passes read own units of at least so many pages in place too, in
+        the order of `parts`. No layer is in a slot."""
+        read, freed = set(self.in_place), 0
+        for unit in self._leaving():
+            if freed >= pages:
+                break
+            read.add(unit)
+            freed += self.units[unit].pages
+        return replace(self, in_place=frozenset(read))
+
     def _is_own(self, unit: int) -> bool:
         """Whether the unit has pages of its own."""
-        return self.place(unit).site is Site.DEVICE and not self.units[unit].shared
+        elsewhere = (
+            unit in self.absent or unit in self.in_place or unit - 1 in self.rotation.slot_of
+        )
+        return not elsewhere and not self.units[unit].shared
 
     def _leaving(self) -> Iterator[int]:
         """Yield the units that it gives up part by part, in that order."""

@@ -19,6 +19,7 @@ from ballast.core.link import LinkSettings as LinkSettings
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.units import KiB, MiB, format_bytes
 
+PRESET = "ballast"  # of a fleet that names none
 GPU_PAGE = 2 * MiB
 """Mapping granularity of all GPU drivers so far; the device checks that it suffices."""
 INVARIANT = False  # of a GPU, by default
@@ -48,6 +49,8 @@ class ModelSettings(ModelLevels):
     """Directory of a checkpoint: config.json, *.safetensors, tokenizer files."""
     dtype: str = "auto"
     """`auto` (the checkpoint's), `float32` or `bfloat16`."""
+    kv_dtype: str = "auto"
+    """Element type of its KV cache: `auto`, that of `dtype`, or `int8`."""
     expected_tokens: float = 0.0
     """Tokens per second, of prompts and outputs, that clients are expected to ask for; 0:
     unknown. Where not all models have a place, those with more have one."""
@@ -84,16 +87,6 @@ class ModelSettings(ModelLevels):
         return frozenset(name for s in served for name in (s.name, *s.aliases))
 
 
-class KvLayout(StrEnum):
-    """Order of the outer axes of a KV cache (blocks, layers, 2, block_tokens, kv_heads, head_dim)
-    in memory."""
-
-    BLOCK_MAJOR = "block-major"
-    """(blocks, layers, ...): a page backs whole blocks of all layers (`kv/layout.py`)."""
-    PER_LAYER = "per-layer"
-    """(layers, blocks, ...): each layer's blocks in pages of their own (`kv/layered.py`)."""
-
-
 class Role(StrEnum):
     """Phase of requests that a device computes (disaggregated prefill, as in DistServe: Zhong et
     al., OSDI 2024)."""
@@ -128,8 +121,6 @@ class DeviceSettings:
     step_logits: int = 64
     """Bound of the positions sampled in one job, and so of the logits in the activation arena."""
     prefix_cache: bool = True
-    kv_layout: KvLayout = KvLayout.BLOCK_MAJOR
-    """Layout of KV caches; presets that swap KV layer by layer override it with `PER_LAYER`."""
     graphs: int | None = None
     """Bound of the bytes of CUDA graphs, part of the budget; None: `GRAPH_BYTES` on a GPU; 0: no
     graphs."""
@@ -208,6 +199,18 @@ class KeySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PullSettings:
+    """Models that clients may have downloaded from the hub, by Ollama's `/api/pull`."""
+
+    models: tuple[str, ...] = ()
+    """Patterns of hub ids (`org/*`); empty: none."""
+    most_bytes: int = 20 * 1024 * MiB
+    """Bound of the files of one model."""
+    most_models: int = 16
+    """Bound of the models that are added to the fleet file's while the server runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of the HTTP server and of its supervision of workers."""
 
@@ -215,6 +218,7 @@ class ServerSettings:
     """API keys; empty: none is required."""
     admin_key: str | None = field(default=None, repr=False)
     """Key of the admin routes; None: there are no admin routes."""
+    pull: PullSettings = field(default_factory=PullSettings)
     cors_origins: tuple[str, ...] = ()
     """Origins (`scheme://host[:port]`, or `*`: any) whose pages browsers let read responses."""
     hosts: tuple[str, ...] = ()
@@ -248,6 +252,8 @@ class ServerSettings:
     worker is killed."""
     deprecated_metrics: bool = False
     """Whether `/metrics` has the names of earlier releases as well."""
+    request_texts: bool = False
+    """Whether the admin key may see the ends of the last requests' prompts and outputs."""
     spare_worker: bool = True
     """Whether a process with its libraries loaded waits to replace a worker that dies."""
 
@@ -255,6 +261,19 @@ class ServerSettings:
     def several_keys(self) -> bool:
         """Whether there are several keys, which then have fair shares of the workers."""
         return len(self.keys) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsSettings:
+    """Hosts of the devices, where these are on many."""
+
+    ray: str = ""
+    """Address of the Ray cluster that places devices; empty: all are on this host, or simulated."""
+    devices: int = 1
+    """Simulated devices on each host."""
+    network: float | None = None
+    """Bytes per second at which a simulated host receives weights that it does not have; None: at
+    once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +290,7 @@ class FleetSettings:
     """Links of `others`, in their order."""
     placement: str | None = None
     """Name of the fleet policy: whether models follow the load; None: the preset's."""
-    preset: str = "balloon"
+    preset: str = PRESET
     options: dict[str, float] = field(default_factory=dict)
     """Tunables of the preset; an unknown name is a ConfigError."""
     home: str = "."
@@ -283,6 +302,7 @@ class FleetSettings:
     story_parts: int = STORY_PARTS
     """Number of older parts that are kept, beside the one being written."""
     kv: KvTierSettings = field(default_factory=KvTierSettings)
+    hosts: HostsSettings | None = None
     server: ServerSettings = field(default_factory=ServerSettings)
     """Settings of the server; not sent to workers, since they hold secrets."""
 
@@ -305,7 +325,7 @@ class FleetSettings:
 
     @property
     def described(self) -> str:
-        """Summary in one line: ``8 models from 512MiB of cpu:0, balloon``."""
+        """Summary in one line: ``8 models from 512MiB of cpu:0, ballast``."""
         n = len(self.models)
         budgets = [f"{format_bytes(d.budget_bytes)} of {d.name}" for d, _ in self.devices.values()]
         models = "1 model" if n == 1 else f"{n} models"
@@ -335,21 +355,16 @@ class FleetSettings:
         return any(d.gpu is not None for d in (self.device, *self.others))
 
     def lending(
-        self, reaches: Mapping[str, GpuReach | None], swapping: bool
+        self, reaches: Mapping[str, GpuReach | None], hosts: Mapping[str, str] | None = None
     ) -> tuple[Capability, ...]:
-        """Return which of its devices, all of one host, can lend pages to which.
+        """Return which of its devices can lend pages to which.
 
-        `reaches`: reports of GPUs by device; `swapping`: whether the preset swaps KV by layers.
+        `reaches`: reports of GPUs by device; `hosts`: hosts by device; None: all are on one.
         """
+        at = {} if hosts is None else hosts
         return capabilities(
             [
-                Lendable(
-                    d.name,
-                    d.page_bytes,
-                    _kind(d),
-                    reach=reaches.get(d.name),
-                    layered=swapping or d.kv_layout is KvLayout.PER_LAYER,
-                )
+                Lendable(d.name, d.page_bytes, _kind(d), at.get(d.name, ""), reaches.get(d.name))
                 for d in (self.device, *self.others)
             ]
         )

@@ -1,17 +1,19 @@
 """Record the story of a device: every event, decision and job, in order, with its time.
 
-Written by the loop, live and in virtual time. Recent entries are kept in a ring for display. With a
-`sink`, everything that a replay needs is passed to it turn by turn: the initial snapshot, events
-with the requests that they ended, decisions and jobs. Never records token ids.
+Written by the loop, live and in virtual time. Recent entries are kept in a ring for display; texts
+of reasons are made as they are read (`core.actions.Why`). With a `sink`, everything that a
+replay needs is passed to it turn by turn: the initial snapshot, events with the requests that they
+ended, decisions and jobs. Never records token ids.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from base64 import b64encode
-from collections import deque
+from collections import UserString, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from math import inf
 
 from ballast.core.actions import Action, LoopCommand, Promise
 from ballast.core.chains import Chain, digest
@@ -69,7 +71,7 @@ class Story:
         """Entries of the present turn, which `sink` has not received yet."""
         self._turns = 0
         self._last: StoryEntry = {}
-        self._link = 0.0
+        self._links: tuple[float, float | None] = (0.0, None)
         self._arrivals = 0
         self._open: dict[str, tuple[int, Chain | None]] = {}
         """For each open request by id: its number, and its digest chain if prefixes are cached."""
@@ -85,7 +87,7 @@ class Story:
 
     def record_snapshot(self, at: float, snapshot: Snapshot) -> None:
         """Record the initial state of the device."""
-        self._link = snapshot.link_bytes_per_second
+        self._links = snapshot.link_bytes_per_second, None
         self._prefixes = snapshot.device.prefix_cache
         for m in snapshot.models:
             self._names(m.spec)
@@ -196,11 +198,15 @@ class Story:
                 entry["blocks"] = _in_base64(blocks)
         self._append({"at": at, **entry})
 
-    def record_link_rate(self, at: float, bytes_per_second: float) -> None:
-        """Record the link rate that policies see from now on, if it has changed."""
-        if self._sink is not None and bytes_per_second != self._link:
-            self._link = bytes_per_second
-            entry = {"at": at, "turn": self._turns, "link_bytes_per_second": bytes_per_second}
+    def record_link_rates(self, at: float, host: float, peers: float | None) -> None:
+        """Record the rates at which policies expect links to carry from now on, if they have
+        changed; `peers`: None or inf where borrowed pages are read over no link of their own."""
+        peers = None if peers == inf else peers
+        if self._sink is not None and (host, peers) != self._links:
+            self._links = host, peers
+            entry: StoryEntry = {"at": at, "turn": self._turns, "link_bytes_per_second": host}
+            if peers is not None:
+                entry["peer_bytes_per_second"] = peers
             self._append(entry)
 
     def record_decision(
@@ -219,6 +225,8 @@ class Story:
             entry["by"] = by
         if refused is not None:
             entry["refused"] = refused
+        if self._sink is not None:
+            entry = _with_text(entry)
         self._new_decisions.append(entry)
         self._append(entry)
 
@@ -255,7 +263,7 @@ class Story:
         decisions = []
         with suppress(IndexError):
             while True:
-                decisions.append(self._new_decisions.popleft())
+                decisions.append(_with_text(self._new_decisions.popleft()))
         return tuple(decisions)
 
     def _append(self, entry: StoryEntry) -> None:
@@ -333,6 +341,12 @@ class Story:
             # Not its reason, which may speak of tokens.
             entry["failed"] = output.code if isinstance(output, FailedOutput) else "cancelled"
         return entry
+
+
+def _with_text(entry: StoryEntry) -> StoryEntry:
+    """Return a decision's entry with a reason that is plain text (`core.actions.Why`)."""
+    why = entry.get("why")
+    return {**entry, "why": str(why)} if isinstance(why, UserString) else entry
 
 
 def _in_base64(blocks: dict[str, bytes]) -> dict[str, str]:

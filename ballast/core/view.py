@@ -9,10 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from ballast.core.cost import StepCosts
+from ballast.core.lazy_property import lazy_property
 from ballast.core.model import ModelSpec
 from ballast.core.request import Precedence, next_due
 from ballast.core.residency_plan import NOTHING, ResidencyPlan
@@ -66,6 +66,12 @@ class RequestView(NamedTuple):
     """Place in its model's queue (`ballast.core.actions.Reorder`)."""
     streams: bool = False
     """Whether its full blocks are staged on the host: it needs pages for a chunk alone."""
+    undone: int = 0
+    """Tokens that it had when it last lost its KV by preemption, or after it; 0: it never has."""
+    staged: int = 0
+    """Its blocks on the host."""
+    turn: int = 0
+    """Round of its tenant; in a queue, lower ones of a place come first."""
 
     @property
     def left(self) -> int:
@@ -126,7 +132,7 @@ class ModelView:
     busy: bool
     """Whether a job of this model is in flight."""
     waiting: tuple[RequestView, ...]
-    """Waiting requests in order of admission: by priority, place, arrival."""
+    """Waiting requests in order of admission: by priority, place, turn of the tenant, arrival."""
     running: tuple[RequestView, ...]
     """Running requests, first come first."""
     slab_pages: int
@@ -153,14 +159,8 @@ class ModelView:
     prefill_seconds: float | None = None
     """Seconds of its last job with a prefill, without stalls; None: there was none."""
 
-    kv_rotation: Rotation | None = None
-    """Layers whose KV rotates, or will by an order; None: KV cannot be swapped."""
-    kv_swapping: bool = False
-    """Whether `kv_rotation` is about to change; its requests continue afterwards."""
     staging: StagingView | None = None
     """None: its blocks cannot be staged."""
-    kv_layer_pages: int = 0
-    """Pages of its KV in each layer that does not share a slot."""
     first_cached_pages: int = 0
     """Part of `cached_pages` that holds the cached prefix of its first waiting request, if that
     lacks pages: dropping them increases its shortage by as many."""
@@ -171,14 +171,25 @@ class ModelView:
     none there, or has requests, paused ones included."""
     cached_of: tuple[tuple[str, int], ...] = ()
     """Pages that hold cached prefixes only, by tenant."""
+    cached_chances: tuple[float, ...] = ()
+    """Chances that equal parts of its cached prefixes are used again, in the order in which they
+    would be dropped; none: nothing is known."""
     given_up: bool = False
     """Whether it is resident, or its weights are loading, without any request, and all requests for
     which it was activated have left before any had a job."""
     traffic: TrafficStats = field(default_factory=TrafficStats)
     promoting: int = 0
-    """Pages to which segments read in host memory are being copied, beside passes."""
+    """Pages to which segments read in host memory are being copied, beside passes; 0: none are, or
+    the copy is being stopped."""
     plan: ResidencyPlan = NOTHING
     """Where its weights and KV are, or will be by orders."""
+    guaranteed_pages: int = 0
+    """Pages of KV that are the model's alone: they are in `DeviceView.arena`, and in no other count
+    of this view, nor are what the model has on them, and what it needs and they hold."""
+    kept_pages: int = 0
+    """Pages guaranteed to its weights that these do not have yet, in `DeviceView.promised`."""
+    cap: int | None = None
+    """Most `kv_pages` by the fleet file (`limit`); None: no bound."""
     _derived: dict[Callable[[ModelView], Any], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -186,9 +197,10 @@ class ModelView:
     def derived(self, fact: Callable[[ModelView], T]) -> T:
         """Return `fact(self)`, a pure function of the view, computed once. An unchanged model keeps
         its view, and the result, in the next decision."""
-        if fact not in self._derived:
-            self._derived[fact] = fact(self)
-        found: T = self._derived[fact]
+        try:
+            found: T = self._derived[fact]
+        except KeyError:
+            found = self._derived[fact] = fact(self)
         return found
 
     @property
@@ -231,8 +243,9 @@ class ModelView:
     @property
     def missing_pages(self) -> int:
         """Pages that an absent model's activation needs now, without segments that are on the
-        device."""
-        return self.plan.missing_pages + sum(s.pages for s in self.shared if not s.holders)
+        device, and pages that are kept for it."""
+        own = max(0, self.plan.missing_pages - self.kept_pages)
+        return own + sum(s.pages for s in self.shared if not s.holders)
 
     @property
     def evictable_pages(self) -> int:
@@ -299,13 +312,23 @@ class DeviceView:
     """Whether passes can read weights in host memory."""
     kv_fetch_bytes_per_second: float = 0.0
     """Rate at which KV that is kept in tiers below the device comes back; 0: none is kept."""
+    near_host: bool = False
+    """Whether passes read host memory as fast as the device's: it is the same, and has no pace."""
     weights_in_place: bool = False
     """Whether the policy leaves all weights in host memory, and so all pages to KV."""
+    peer_bytes_per_second: float | None = None
+    """Rate at which passes read KV on borrowed pages; None: that of the link."""
 
     def borrowable(self, m: ModelView) -> int:
         """Return the pages in `borrowed` that a model's KV can use: none if its slabs have several
         pages."""
         return self.borrowed if m.slab_pages == 1 else 0
+
+    def first_lacks(self, m: ModelView) -> int:
+        """Return the pages that a resident model's first waiting request needs of others: its own
+        cached prefixes, which may be part of it, and unused borrowed pages are there already."""
+        borrowed = m.cached_borrowed + self.borrowable(m)
+        return max(0, m.first_pages - m.cached_pages - borrowed)
 
     @property
     def weights_bytes_per_second(self) -> float:
@@ -321,18 +344,19 @@ class DeviceView:
         """Return the view of a model. Raises KeyError if the device has no such model."""
         return self.by_name[name]
 
-    @cached_property
+    @lazy_property
     def by_name(self) -> Mapping[str, ModelView]:
         """Models by name."""
         return {m.name: m for m in self.models}
 
     def derived(self, fact: Callable[[DeviceView], T]) -> T:
         """Return `fact(self)`, a pure function of the view, computed once."""
-        if fact not in self._derived:
-            self._derived[fact] = fact(self)
-        found: T = self._derived[fact]
+        try:
+            found: T = self._derived[fact]
+        except KeyError:
+            found = self._derived[fact] = fact(self)
         return found
 
-    @cached_property
+    @lazy_property
     def _derived(self) -> dict[Callable[[DeviceView], Any], Any]:
         return {}

@@ -140,6 +140,11 @@ def _columns(now: ServerNow, rates: Rates, pages: bool) -> list[Column]:
             Column("lent by layers", 6, memory(lambda m: m.report.lent_pages)),
             Column("layer stalls", 7, _stalls),
         ]
+    if any(m.guarantee or m.limit is not None for m in now.models):
+        found[8:8] = [
+            Column("guarantee", 4, _bound(lambda m: m.guarantee or None)),
+            Column("limit", 4, _bound(lambda m: m.limit)),
+        ]
     if len(now.devices) > 1:
         found.insert(2, Column("device", 2, _devices, right=False))
     if any(m.pinned for m in now.models):
@@ -169,6 +174,14 @@ def _devices(row: ModelRow) -> Text:
 def _pin(row: ModelRow) -> Text:
     pinned = row.model is not None and row.model.pinned and not row.adapter
     return Text("pin" if pinned else "", "cyan")
+
+
+def _bound(of: Callable[[ModelNow], int | None]) -> Callable[[ModelRow], Text]:
+    def cell(row: ModelRow) -> Text:
+        n = None if row.model is None or row.adapter else of(row.model)
+        return Text("" if n is None else format_bytes(n), _FAINT)
+
+    return cell
 
 
 def _count(of: Callable[[ModelNow], int], alarming: bool = False) -> Callable[[ModelRow], Text]:

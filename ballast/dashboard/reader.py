@@ -15,7 +15,7 @@ import msgspec
 from ballast.core.errors import BallastError
 from ballast.server.observe.server_state import ServerNow
 
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 20.0
 KEPT = 200
 """Most rates of the whole server that are kept, for the sparkline."""
 

@@ -167,6 +167,7 @@ def _pool(name: str, of: ServerNow | DeviceNow, width: int) -> Text:
     size = f" {format_bytes(of.total * of.page_bytes)}, {of.total} pages"
     if isinstance(of, DeviceNow):
         size += "".join(f" + {n} of {lender}" for lender, n in of.borrowed.items())
+        size += f" on {of.host}" if of.host else ""
     cells = max(10, width - _INDENT - len(size))
     line = _line((f"{name[: _INDENT - 1]:{_INDENT}}", _FAINT))
     return line.append_text(pool_bar(of, cells)).append(size, _FAINT)

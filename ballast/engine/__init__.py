@@ -16,7 +16,6 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `events`: How each event changes the device's state.
 - `head_start`: When a model's first job may begin while its weights still arrive.
 - `jobs`: The end of a job: its tokens, its KV, and actions that waited for it.
-- `kv_swap`: Jobs that change which layers' KV is swapped.
 - `kv_tiers`: Look-ups, fetches and stores of KV in tiers below the device.
 - `lanes`: Jobs that run at once, and each one's share of compute.
 - `layer_remap`: Change which layers rotate, or evict a model.
@@ -36,12 +35,12 @@ Packages from `live` up may import it. It imports `models` and what is below; it
 - `queue_deadlines`: Deadlines of requests that wait for admission.
 - `report`: The `DeviceReport` of a device, read without stopping it.
 - `reside`: Carry a model's residency plan out, whole, or refuse it.
-- `return_borrowed`: Move KV out of borrowed pages that are recalled.
+- `return_borrowed`: Move KV out of borrowed pages that are recalled, or that steps wait for.
 - `sizing`: Memory set aside for jobs, and the check that models fit beside it.
 - `staging`: Blocks of KV that jobs copy to the host, read from there, and bring home.
 - `state`: `DeviceState`: all facts of one device.
 - `story_file`: A story as JSON lines in files of bounded size.
 - `story_snapshot`: The first entry of a story: the state that its turns depend on.
 - `views`: `DeviceView` of a state, with only changed models made anew.
-- `waiting`: The waiting queue of one model.
+- `waiting`: The waiting queue of one model, in which tenants take turns.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ballast.core.request import Request, Submission
-from ballast.core.units import ceil_div, format_bytes
+from ballast.core.units import format_bytes
 from ballast.core.view import Residency
 from ballast.engine.model import ModelState
 
@@ -23,8 +23,8 @@ def fitted(s: Submission, m: ModelState, room: int, longest: int = 0) -> Submiss
     if not s.open_ended:
         return s
     layout = m.kv.layout
-    blocks = room // layout.whole_pages * layout.blocks_per_slab
-    tokens = blocks * m.spec.block_tokens
+    blocks = room // layout.slab_pages * layout.blocks_per_slab
+    tokens = m.spec.tokens_in(blocks)
     most = (tokens if len(s.prompt) <= tokens else longest) + 1 - len(s.prompt)
     return replace(s, max_tokens=max(1, min(s.max_tokens, most)))
 
@@ -65,7 +65,7 @@ def refusal(
             if queued >= most and sum(r.adapter == adapter for r in there) >= most:
                 return "queue_full", f"{most} requests of {s.model!r} wait already"
     tokens = len(s.prompt) + max(0, s.max_tokens - 1)
-    pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
+    pages = m.kv.layout.pages(m.spec.blocks_of(tokens))
     if pages > room and tokens > longest:
         page = m.kv.layout.page_bytes
         left = f"at most {format_bytes(room * page)}" if room > 0 else "none"

@@ -79,7 +79,7 @@ def _preempt(state: DeviceState, a: Preempt) -> Refusal:
 def _drop_cache(state: DeviceState, a: DropCache) -> Refusal:
     m = state.models[a.model]
     spared = state.requests.get(a.spare)
-    freed = m.kv.drop_cached(a.pages, spare=m.kv.find(*spared.prefix) if spared else ())
+    freed = m.kv.prefixes.drop(a.pages, spare=m.kv.prefixes.find(*spared.prefix) if spared else ())
     return None if freed else "nothing is cached that is not in use"
 
 
@@ -87,7 +87,7 @@ def _compact(state: DeviceState, a: Compact) -> Refusal:
     m = state.models[a.model]
     coming = state.migration.tables(m)
     fixed = {b for r in m.running if r.in_flight or r.fetching for b in r.blocks}
-    fixed.update(block for table in (*coming, m.kv.moves.coming) for block in table)
+    fixed.update(block for table in (*coming, m.kv.book.moves.coming) for block in table)
     tables = [*(r.blocks for r in m.running), *coming]
     freed = m.kv.compact(tables, a.pages, fixed=fixed)
     return None if freed else "its blocks are already together"
@@ -95,7 +95,8 @@ def _compact(state: DeviceState, a: Compact) -> Refusal:
 
 def _limit(state: DeviceState, a: Limit) -> Refusal:
     m = state.models[a.model]
-    m.kv.limit = a.pages
+    # To policies, what is guaranteed to a model is no part of its cache (`views`).
+    m.kv.bounds.limit = None if a.pages is None else a.pages + m.kv.bounds.floor
     return None
 
 
@@ -122,7 +123,7 @@ def _stage(state: DeviceState, a: Stage) -> Refusal:
     m = state.models[a.model]
     refused = staging.refusal(m, a.staged)
     if refused is None:
-        m.stage_to = a.staged
+        m.stage_to, m.stage_order = a.staged, a.order
     return refused
 
 
@@ -130,7 +131,7 @@ def _refuse(state: DeviceState, a: Refuse, outputs: list[Output]) -> Refusal:
     request = state.requests.get(a.request_id)
     if request is None or request.state is not RequestState.WAITING:
         return f"{a.request_id} is not waiting"
-    outputs.append(state.fail(request, "insufficient_memory", a.why))
+    outputs.append(state.fail(request, "insufficient_memory", str(a.why)))
     return None
 
 

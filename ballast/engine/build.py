@@ -12,7 +12,7 @@ from ballast.core.clock import Clock
 from ballast.core.cost import UNMEASURED, StepCosts
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
-from ballast.core.settings import DeviceSettings, KvLayout
+from ballast.core.settings import DeviceSettings
 from ballast.core.units import format_bytes
 from ballast.engine.cost_estimator import CostEstimator
 from ballast.engine.layer_stream import MakeStream
@@ -21,9 +21,7 @@ from ballast.engine.model import ModelState
 from ballast.engine.sizing import largest_jobs
 from ballast.engine.state import DeviceState
 from ballast.kv.blocks import KvCache
-from ballast.kv.kv_stream import BlockStream, KvStream
 from ballast.memory.arena import Arena
-from ballast.memory.copies import copy_now
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.transfer import Link
@@ -58,18 +56,17 @@ def build_state(
     copy: CopyNow,
     costs: Mapping[str, StepCosts],
     make_stream: MakeStream | None = None,
-    swaps_kv: bool = False,
     refuse: Callable[[str, Exception], object] | None = None,
     stages_kv: bool = False,
 ) -> DeviceState:
     """Build the state of a device on which no model is resident yet.
 
     The lanes' activation arena, sized by the largest jobs of the models, is allocated first.
-    `make_stream`: makes what streams a model's layers; None: none can stream. `swaps_kv`: KV
-    streams, `stages_kv`: blocks of KV can be staged, both beside weights. `refuse` is called with
-    the name of a model that cannot be placed and the exception; the other models are placed. Raises
-    ConfigError if the budget cannot hold the arena, and, without `refuse`, the exception of a model
-    that cannot be placed.
+    `make_stream`: makes what streams a model's layers; None: none can stream. `stages_kv`: blocks
+    of KV can be staged, beside weights that stream. `refuse` is called with the name of a model
+    that cannot be placed and the exception; the other models are placed. Raises ConfigError if the
+    budget cannot hold the arena, and, without `refuse`, the exception of a model that cannot be
+    placed.
     """
     pool = Pool(vm, settings.budget_bytes // settings.page_bytes)
     lending = Lending(pool, Borrower(pool, vm, settings.name), settings.name)
@@ -88,7 +85,6 @@ def build_state(
                 lending.borrower,
                 costs.get(h.spec.name),
                 make_stream,
-                swaps_kv,
                 stages_kv,
             )
         except Exception as error:
@@ -97,8 +93,8 @@ def build_state(
             refuse(h.spec.name, error)
         else:
             models.append(m)
-    streaming = (make_stream, swaps_kv, stages_kv)
-    return DeviceState(settings, models, pool, arena, graphs, link, clock, lending, *streaming)
+    parts = (settings, models, pool, arena, graphs, link, clock, lending)
+    return DeviceState(*parts, make_stream, stages_kv)
 
 
 def _reserve_arenas(
@@ -134,35 +130,28 @@ def build_model(
     borrower: Borrower,
     costs: StepCosts | None = None,
     make_stream: MakeStream | None = None,
-    swaps_kv: bool = False,
     stages_kv: bool = False,
 ) -> ModelState:
     """Build the state of a model that is not resident. `shared`: segments that other models have
     too, by digest. Without `costs`, costs are learned from the model's jobs."""
-    layered = swaps_kv or settings.kv_layout is KvLayout.PER_LAYER
+    # Layers of a block go together: a state is of no layer, or they are of several sizes.
+    if hosted.spec.states or hosted.spec.layer_kv:
+        stages_kv = False
     kv = KvCache(
         hosted.spec,
         pool,
         pool.vm,
-        prefix=settings.prefix_cache,
-        borrower=None if layered else borrower,
-        layered=layered,
+        prefix=settings.prefix_cache and not hosted.spec.pooling,
+        borrower=borrower,
         host_blocks=_host_blocks(hosted.spec, pool) if stages_kv else 0,
     )
     stream = None if make_stream is None else make_stream(hosted.spec)
-    kv_stream = stream if swaps_kv else None
-    if kv_stream is not None:
-        kv_stream.add_kv(kv)
-    kv_staging: BlockStream | None = None
-    streams: object = stream
-    if kv.staged.most and isinstance(streams, BlockStream):
-        kv_staging = streams
+    kv_staging = stream if kv.staged.most else None
+    if kv_staging is not None:
         kv_staging.add_staging(kv)
-    kv.move = _layered_mover(kv, kv_stream, copy) if layered else _mover(kv, copy)
+    kv.book.move = _mover(kv, copy)
     weights = WeightsOnDevice(hosted.spec, pool, pool.vm, link, hosted.addresses, shared, stream)
-    m = ModelState(
-        hosted.spec, weights, kv, costs or UNMEASURED, kv_stream=kv_stream, kv_staging=kv_staging
-    )
+    m = ModelState(hosted.spec, weights, kv, costs or UNMEASURED, kv_staging=kv_staging)
     if costs is None:
         m.estimator = CostEstimator(UNMEASURED)
     return m
@@ -194,7 +183,6 @@ def build_newcomer(
         borrower,
         costs,
         state.make_stream,
-        state.swaps_kv,
         state.stages_kv,
     )
     return m, new
@@ -210,25 +198,5 @@ def _mover(kv: KvCache, copy: CopyNow) -> Callable[[int, int], None]:
 
     def move(source: int, target: int) -> None:
         copy(kv.block_address(target), kv.block_address(source), kv.layout.block_bytes)
-
-    return move
-
-
-def _layered_mover(
-    kv: KvCache, stream: KvStream | None, copy: CopyNow
-) -> Callable[[int, int], None]:
-    """Return the same for layer-major KV: it copies each layer on the device, or, if it rotates,
-    on the host."""
-    to_host = None if stream is None else stream.kv_host
-
-    def move(source: int, target: int) -> None:
-        rotating = set(kv.rotation.layers)
-        for layer in range(kv.spec.n_layers):
-            at = layer * kv.layout.layer_stride_bytes
-            to, from_ = kv.block_address(target) + at, kv.block_address(source) + at
-            if layer not in rotating:
-                copy(to, from_, kv.layout.layer_bytes)
-            elif to_host is not None:
-                copy_now(to + to_host, from_ + to_host, kv.layout.layer_bytes)
 
     return move

@@ -71,7 +71,7 @@ class CommandHandler:
         """Carry a command out, or begin to. It takes precedence over pages promised to claims."""
         self._state.promises.withdraw()
         refused = self._try(event.command, outputs)
-        self._story.record_decision(self._state.now, event.command, refused, by="operator")
+        self._story.record_decision(self._state.now, event.command, refused, by=event.by)
         lasting = (ActivateCommand, EvictCommand, Leave, Recall)
         if refused is None and isinstance(event.command, lasting):
             self.pending[event.id] = event.command
@@ -144,9 +144,7 @@ class CommandHandler:
     def _scrub(self, wanted: ScrubKv) -> Refusal:
         for m in self._state.models.values():
             if wanted.model in (None, m.spec.name):
-                if m.kv.fixed:
-                    return f"KV of {m.spec.name!r} moves now; order it again"
-                m.kv.scrub(wanted.tenant)
+                m.kv.prefixes.scrub(wanted.tenant)
         return None
 
     def _join(self, name: str, outputs: list[Output]) -> Refusal:
@@ -186,11 +184,9 @@ class CommandHandler:
         It replaces the model's present spec, if it has one."""
         state = self._state
         others = [m.spec for m in state.models.values() if m.spec.name != spec.name]
-        layered, in_place, aside = state.swaps_kv, state.weights_in_place, state.set_aside
+        in_place, aside = state.weights_in_place, state.set_aside
         try:
-            check_room(
-                spec, others, state.settings, layered=layered, in_place=in_place, aside=aside
-            )
+            check_room(spec, others, state.settings, in_place=in_place, aside=aside)
         except ConfigError as error:
             return str(error)
         return None
@@ -214,14 +210,16 @@ class CommandHandler:
 
     def _change(self, m: ModelState, adapter: int | None, c: Change) -> Refusal:
         """Replace the levels of a model or adapter, or change nothing and return the reason: a
-        model is not pinned if another could then never be served."""
+        model is promised no memory without which another could never be served."""
         if adapter is None:
             spec = at_levels(m.spec, c)
-            if spec.pinned and not m.spec.pinned:
+            promised = (spec.pinned, spec.guarantee, spec.limit)
+            if promised != (m.spec.pinned, m.spec.guarantee, m.spec.limit):
                 too_small = self._too_small_for(spec)
                 if too_small is not None:
                     return too_small
             m.spec = spec
+            self._state.keep_promises(m)
         else:
             adapters = list(m.spec.adapters)
             adapters[adapter] = at_levels(adapters[adapter], c)

@@ -11,6 +11,7 @@ from itertools import chain, islice
 
 from ballast.core.compute import ComputeView, DecodeView, PromptView, Runnable, WorkView
 from ballast.core.request import Precedence, Request, next_due
+from ballast.engine import staging
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 
@@ -31,8 +32,8 @@ def could_run(state: DeviceState, m: ModelState) -> bool:
     if not life.ready:
         return False
     if m.frozen:
-        return life.swap_to is not None
-    return m.running.can_run or life.swap_to is not None or admissible(state, m)
+        return staging.moves_alone(m)
+    return m.running.can_run or admissible(state, m)
 
 
 def admissible(state: DeviceState, m: ModelState) -> bool:
@@ -56,7 +57,7 @@ def compute_view(
         return _work(state, state.models[name])
 
     found = tuple(
-        Runnable(m.spec.name, m.last_run, _first_prompt(state, m), m.life.swap_to is not None)
+        Runnable(m.spec.name, m.last_run, _first_prompt(state, m), staging.moves_alone(m))
         for m in models
     )
     return ComputeView(
@@ -82,16 +83,18 @@ def _work(state: DeviceState, m: ModelState) -> WorkView:
     if admissible(state, m):
         room = max(0, m.spec.max_running - len(m.running))
         waiting = islice(m.waiting, min(room, MOST_PROMPTS))
+    expected = m.traffic.expecting()
     return WorkView(
         m.spec.name,
         m.costs,
-        tuple(_decode(m, r) for r in decoding),
-        tuple(_prompt(m, r) for r in chain(prefilling, waiting)),
+        tuple(_decode(m, r, expected) for r in decoding),
+        tuple(_prompt(m, r, expected) for r in chain(prefilling, waiting)),
         m.traffic.expected(state.now),
+        0.0 if m.estimator is None else m.estimator.late,
     )
 
 
-def _decode(m: ModelState, r: Request) -> DecodeView:
+def _decode(m: ModelState, r: Request, expected: Callable[[int], int]) -> DecodeView:
     slo = m.slo(r)
     return DecodeView(
         r.order,
@@ -99,13 +102,13 @@ def _decode(m: ModelState, r: Request) -> DecodeView:
         r.first_token_at,
         r.last_at,
         r.generated,
-        m.traffic.expected_outputs(r.submission.max_tokens - r.generated),
+        expected(r.submission.max_tokens - r.generated),
         slo.tpot,
         len(r.tokens),
     )
 
 
-def _prompt(m: ModelState, r: Request) -> PromptView:
+def _prompt(m: ModelState, r: Request, expected: Callable[[int], int]) -> PromptView:
     slo = m.slo(r)
     due = r.submission.arrival + slo.ttft
     return PromptView(
@@ -114,6 +117,6 @@ def _prompt(m: ModelState, r: Request) -> PromptView:
         r.computed,
         next_due(due, r.first_token_at, r.generated, slo.tpot),
         r.last_at,
-        m.traffic.expected_outputs(r.submission.max_tokens - r.generated),
+        expected(r.submission.max_tokens - r.generated),
         slo.tpot,
     )

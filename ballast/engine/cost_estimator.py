@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from heapq import nlargest
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
@@ -15,6 +17,9 @@ _PRIOR_WEIGHT = 0.1
 apart."""
 _MOST_BETWEEN = 64
 """Jobs after which a new fit is due at the latest."""
+_LATE_JOBS, _OUTLIERS = 64, 2
+"""Jobs among which `late` looks, and the longest delay of these that it takes, from the top: one
+that is alone, such as a compilation, is no sign of the next."""
 _SWEEPS = 40
 """Passes of coordinate descent over the five coefficients."""
 
@@ -33,6 +38,8 @@ class CostEstimator:
     def __init__(self, prior: StepCosts) -> None:
         self.costs = prior
         """Estimated costs, as of the last fit."""
+        self.late = 0.0
+        """Seconds by which jobs may take longer than estimated, as a few recent ones did."""
         self._prior = (
             prior.base,
             prior.per_token,
@@ -49,12 +56,17 @@ class CostEstimator:
         """Coefficients of the last fit, over those of the scaled prior."""
         self._jobs = 0
         self._next_fit = 1
+        self._delays: deque[float] = deque(maxlen=_LATE_JOBS)
+        """Seconds by which recent jobs took longer than estimated; negative: shorter."""
 
     def observe(self, load: JobLoad, seconds: float) -> None:
         """Add the measurement of an ended job; `seconds` without waiting for layers. Jobs of no
         duration are ignored."""
         if seconds <= 0:
             return
+        if self._jobs:
+            self._delays.append(seconds - self.costs.of(load))
+            self.late = max(0.0, nlargest(_OUTLIERS, self._delays)[-1])
         tokens, _, pairs, sequences, context = load
         row = [x / seconds for x in (1, tokens, pairs, sequences, context)]
         for i, a in enumerate(row):

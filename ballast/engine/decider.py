@@ -7,6 +7,7 @@ itself.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from ballast.core.actions import Action, Refuse
 from ballast.core.event import Output
@@ -16,8 +17,11 @@ from ballast.core.view import DeviceView
 from ballast.engine.apply import carry_out
 from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view
-from ballast.policy.memory.defaults import last_resort
+from ballast.policy.memory.defaults import last_resort, within_caps
 from ballast.policy.presets import Preset
+
+PUBLISH_SECONDS = 0.5
+"""Shortest time between two curves of prices that a device with requests publishes."""
 
 
 class MemoryDecider:
@@ -39,6 +43,10 @@ class MemoryDecider:
         """Time at which the next idle model's `ttl` ends."""
         self.while_short = False
         """Whether the memory policy wants to decide again when a shortage has ended."""
+        self._published_at = -inf
+        self._priced: Preset | None = None
+        self._by_price = False
+        """Whether the fleet policy of the preset `_priced` reads prices."""
 
     def decide(self, outputs: list[Output]) -> bool:
         """Ask the policies and apply their actions; returns whether anything has changed."""
@@ -59,6 +67,9 @@ class MemoryDecider:
         changed = expired or reordered
         for action in decision.actions:
             refusal = carry_out(state, self._story, action, outputs)
+            changed = changed or refusal is None
+        for action in within_caps(view):
+            refusal = carry_out(state, self._story, action, outputs, by="limit")
             changed = changed or refusal is None
         if state.promises.make(decision.promises, state.models):
             self._story.record_promises(view.now, state.promises.stated)
@@ -82,6 +93,18 @@ class MemoryDecider:
             refusal = carry_out(self._state, self._story, action, outputs, by="admission")
             changed = changed or refusal is None
         return changed
+
+    def publish(self) -> None:
+        """Renew the device's curve of marginal prices where the fleet policy reads it: every
+        `PUBLISH_SECONDS`, and when nothing is left to do, as no turn may follow."""
+        state, preset = self._state, self.preset
+        if preset is not self._priced:
+            self._priced, self._by_price = preset, preset.fleet.by_price
+        if self._by_price:
+            due = state.now >= self._published_at + PUBLISH_SECONDS
+            if due or not (state.requests or state.in_flight):
+                self._published_at = state.now
+                state.prices = preset.memory.prices(device_view(state), self._memo)
 
     # -- where no decision helps ------------------------------------------------------------------
 
@@ -118,9 +141,9 @@ class MemoryDecider:
         state = self._state
         if isinstance(action, Refuse) and action.request_id in state.requests:
             reason = f"preset {self.preset.name!r} found no memory for this request"
-            refuse = replace(action, why=f"{reason}: {action.why}")
-            self._story.record_decision(state.now, refuse, None)
+            why = f"{reason}: {action.why}"
+            self._story.record_decision(state.now, replace(action, why=why), None)
             request = state.requests[action.request_id]
-            outputs.append(state.fail(request, "out_of_memory", refuse.why))
+            outputs.append(state.fail(request, "out_of_memory", why))
             return True
         return carry_out(state, self._story, action, outputs, by="shortage") is None

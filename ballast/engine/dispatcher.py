@@ -106,7 +106,7 @@ class Dispatcher:
         state = self._state
         while True:
             known = m.shortages
-            work = state.begin_swap(m) or plan(m, state.settings, state.now, state.freed, chosen)
+            work = plan(m, state.settings, state.now, state.freed, chosen)
             if self._rounds == 0 or all(s in known for s in m.shortages):
                 if self._decider.while_short and any(s not in m.shortages for s in known):
                     state.news.n += 1

@@ -46,7 +46,6 @@ from ballast.core.migration import (
     KvTailEvent,
 )
 from ballast.core.request import Request, RequestState, WaitsFor
-from ballast.core.units import ceil_div
 from ballast.engine import jobs, layer_remap, pausing, places, staging
 from ballast.engine.admission import finish_reason, fitted, refusal
 from ballast.engine.lending import Heard
@@ -86,7 +85,7 @@ def _arrives(state: DeviceState, event: ArrivalEvent) -> list[Output]:
         return [FinishedOutput(s.id, reason, len(s.prompt), len(s.resumed), 0, 0)]
     state._sequence += 1
     request = Request.of(s, state._sequence, m.spec, adapter)
-    request.streams = m.kv.most_pages(ceil_div(request.most_tokens, m.spec.block_tokens)) > room
+    request.streams = m.kv.layout.pages(m.spec.blocks_of(request.most_tokens)) > room
     state.requests[s.id] = request
     state.migration.adopt(m, request)
     m.waiting.add(request)

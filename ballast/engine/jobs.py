@@ -18,7 +18,7 @@ from ballast.core.event import (
 )
 from ballast.core.job import Job, SampledToken
 from ballast.core.request import Request, RequestState
-from ballast.engine import kv_swap, layer_remap, pausing, staging
+from ballast.engine import layer_remap, pausing, staging
 from ballast.engine.admission import finish_reason
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -29,7 +29,7 @@ def done(state: DeviceState, event: JobDoneEvent) -> list[Output]:
     m = _close(state, event.job, done=True)
     now = m.last_run = state.now
     m.lane_seconds += event.seconds * state.lanes.share(event.job)
-    if not m.life.moving and any(work.tokens for work in event.job.work):
+    if any(work.tokens for work in event.job.work):
         load = event.job.load
         # One that ran beside the copies it waited for says little of those to come. What passes
         # read in host memory they read each time.
@@ -82,20 +82,21 @@ def failed(state: DeviceState, event: JobFailedEvent) -> list[Output]:
     Returns the outputs for clients. KV from before the job is intact: a job writes only at the
     positions of its own work, which are computed again. So a request that fails alone is at fault,
     and the others continue with the same tokens. If requests fail only together, each round of
-    single jobs still advances each of them by a step.
+    single jobs still advances each of them by a step. Recurrent states, written in place, are lost:
+    such requests go on from their cached prefixes.
     """
     m = _close(state, event.job, done=False)
     outputs: list[Output] = []
     requests = [state.requests[work.request_id] for work in event.job.work]
-    if m.life.moving:
-        _kv_is_lost(state, m, requests, event.reason)
-    elif m.life.load_failed is not None:
+    if m.life.load_failed is not None:
         pass  # no request is at fault: all of the model fail with its load (`_settle`)
     elif not any(work.tokens for work in event.job.work):
         pass  # it moved KV, all of which is where it was
     elif len(requests) > 1:
         for request in requests:
             request.isolated = True
+            if m.spec.states:
+                state.preempt(m, request, keeps_kv=True)
     elif not requests[0].cancelled:
         outputs.append(state.fail(requests[0], "internal_error", event.reason))
     return outputs + _settle(state, m, event.job)
@@ -109,30 +110,24 @@ def depart(state: DeviceState, m: ModelState, request: Request) -> list[Output]:
     return [state.end(request, RequestState.CANCELLED, CancelledOutput(request.id))]
 
 
-def _kv_is_lost(state: DeviceState, m: ModelState, requests: list[Request], reason: str) -> None:
-    """Handle a failed job that was to move the model's KV: preempt its requests, which are not at
-    fault, and drop all KV. KV of this model is not moved again, so that this happens once."""
-    kv_swap.lose(m, reason)
-    for request in requests:
-        state.preempt(m, request)
-    m.kv.clear()  # what was cached has not been copied either
-    kv_swap.forget(m)
-
-
 def _token(
     state: DeviceState, m: ModelState, request: Request, new: SampledToken, now: float
 ) -> list[Output]:
     """Append a sampled token to a request, and finish the request if it was the last one."""
-    queued, cached = None, 0
+    queued, activating, cached = None, 0.0, 0
     fetched: tuple[tuple[str, int], ...] = ()
     if request.first_token_at is None:
         assert request.admitted_at is not None
-        queued = request.admitted_at - request.submission.arrival
+        arrived, admitted = request.submission.arrival, request.admitted_at
+        queued = admitted - arrived
+        landed = m.life.resident_since
+        there = admitted if landed < m.activation_at else min(admitted, landed)
+        activating = max(0.0, there - max(arrived, m.activation_at))
         cached, fetched = request.cached_tokens, request.fetched
     m.running.extend(request, new.token, now)
     n = request.generated
     output = TokenOutput(
-        request.id, new.token, n - 1, new.logprob, new.top, queued, cached, fetched
+        request.id, new.token, n - 1, new.logprob, new.top, queued, cached, fetched, activating
     )
     reason = "stop" if new.ends else finish_reason(m, request.submission, new.token, n)
     return [output] if reason is None else [output, _finished(state, m, request, reason)]
@@ -169,11 +164,9 @@ def _close(state: DeviceState, job: Job, *, done: bool) -> ModelState:
 
 
 def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
-    """Carry out what waited for the job: KV moves, cancellations, departures, preemptions, pauses,
+    """Carry out what waited for the job: cancellations, departures, preemptions, pauses,
     and the next step of the model's life (remap, eviction, failure)."""
     outputs: list[Output] = []
-    if m.life.moving:
-        kv_swap.end(m)
     departing = state.migration.departing
     for work in job.work:
         request = state.requests.get(work.request_id)

@@ -42,6 +42,8 @@ class BlockToStore:
     block: int
     address: int
     of: KvBlock
+    borrowed: bool = False
+    """Whether it lies on a borrowed page: no copy may read it once it has been voided."""
 
 
 class KvTierCopies(Protocol):
@@ -68,7 +70,11 @@ class KvTierCopies(Protocol):
         """Copy blocks of a model `owner` to the tiers, as far as these take them."""
 
     def void(self, owner: str, block: int) -> None:
-        """Note that a block's contents are gone: copies of it that have not ended do not count."""
+        """Note that a block's contents are gone: copies of it that have not ended do not count, and
+        none reads it after this returns if it lies on a borrowed page."""
+
+    def occupy(self, n_bytes: int) -> None:
+        """Have so many bytes of the host's part be this device's staged blocks: others make way."""
 
     def close(self) -> None:
         """Stop all copies before this returns."""
@@ -104,6 +110,7 @@ class KvTiers:
         self._rate = bytes_per_second
         self._open: dict[str, _Prefix] = {}
         self._attempts = 0
+        self._staged_bytes = 0
 
     @property
     def bytes_per_second(self) -> float:
@@ -123,14 +130,23 @@ class KvTiers:
             if self.copies is not None:
                 self.copies.void(m.spec.name, block)
 
-        m.kv.when_forgotten(forgotten)
+        m.kv.prefixes.when_forgotten(forgotten)
+
+    def count_staged(self, models: Iterable[ModelState]) -> None:
+        """Have the models' staged blocks, in host memory too, count in its tier's bytes."""
+        if self.copies is None:
+            return
+        n_bytes = sum(len(m.kv.staged) * m.spec.block_bytes for m in models)
+        if n_bytes != self._staged_bytes:
+            self._staged_bytes = n_bytes
+            self.copies.occupy(n_bytes)
 
     # -- look-ups ---------------------------------------------------------------------------------
 
     def look_up(self, m: ModelState, r: Request) -> None:
         """Begin to look for a waiting request's prefix, unless the device has all of it."""
         self._open.pop(r.id, None)
-        self._look_up(m, r, lambda: len(m.kv.find(*r.prefix)))
+        self._look_up(m, r, lambda: len(m.kv.prefixes.find(*r.prefix)))
 
     def found(self, m: ModelState, r: Request, event: KvFoundEvent) -> None:
         """Take the answer of a look-up."""
@@ -167,11 +183,14 @@ class KvTiers:
             return
         start = r.computed // size
         there = here.tiers[start:].partition(MISSING)[0]
-        n = len(there)
-        blocks = r.blocks[start : start + n]
+        blocks = r.blocks[start : start + len(there)]
+        # Up to the first on a borrowed page, for which its lender may ask at any time.
+        abroad = m.kv.borrowed.among(blocks)
+        n = blocks.index(abroad[0]) if abroad else len(blocks)
+        there, blocks = there[:n], blocks[:n]
         n_bytes = n * m.spec.block_bytes
         total, rate = len(r.tokens), self._rate()
-        if not n or m.kv.lies_abroad(blocks):  # their lender may ask for these at any time
+        if not n:
             return
         on_disk = there.count(Tier.DISK.value[0]) * m.spec.block_bytes
         if not is_worth_fetching(
@@ -203,9 +222,9 @@ class KvTiers:
         self.fetched_tokens.update(fetched)
         if r.cached_tokens == r.computed and not r.generated:
             r.cached_tokens += came * size
-            r.fetched = tuple((tier.value, n) for tier, n in fetched.items())
+            r.fetched += tuple((tier.value, n) for tier, n in fetched.items())
         m.running.compute(r, (here.start + came) * size)
-        m.kv.hit_tokens += came * size
+        m.kv.prefixes.hit_tokens += came * size
         m.kv.remember(r.tokens, r.blocks, r.computed, r.salt, r.submission.tenant)
 
     def stop(self, r: Request) -> None:
@@ -220,20 +239,21 @@ class KvTiers:
 
     def store(self, m: ModelState, r: Request, named: Iterable[NamedBlock]) -> None:
         """Store blocks of a request that have filled, if fetching them can ever pay."""
-        if self.copies is None or m.kv_stream is not None or not m.kv.in_window:
+        if self.copies is None or not m.kv.in_window:
             return
         model, size = _key(m, r), m.spec.block_tokens
         costs, n_bytes, tenant = m.costs, m.spec.block_bytes, r.submission.tenant
         blocks = []
         for block, name, parent, at in named:
-            if block < 0 or m.kv.lies_abroad([block]):
-                continue  # it is staged, or its lender may ask for it at any time
+            if block < 0:
+                continue  # it is staged
             # A chain is fetched as one, so that its overhead does not count here.
             end = (at + 1) * size
             if is_worth_fetching(costs, at * size, size, end, n_bytes, self._rate(), 0.0):
                 seconds = costs.per_token * size
                 of = KvBlock(name, parent, n_bytes, model, tenant, seconds)
-                blocks.append(BlockToStore(block, m.kv.block_address(block), of))
+                borrowed = bool(m.kv.borrowed.among([block]))
+                blocks.append(BlockToStore(block, m.kv.block_address(block), of, borrowed))
         if blocks:
             self.copies.store(m.spec.name, blocks)
 
@@ -242,9 +262,9 @@ class KvTiers:
     def _look_up(self, m: ModelState, r: Request, present: Callable[[], int]) -> bool:
         """Begin to look for a request's prefix, of whose blocks the device has those `present`;
         returns whether it is looked for."""
-        if self.copies is None or r.streams or m.kv_stream is not None or not m.kv.in_window:
+        if self.copies is None or r.streams or not m.kv.in_window:
             return False
-        names = m.kv.names(*r.prefix)
+        names = m.kv.prefixes.names(*r.prefix)
         if not names or present() >= len(names):
             return False
         self._attempts += 1

@@ -43,6 +43,8 @@ class Lending:
     def __init__(self, pool: Pool, borrower: Borrower, device: str) -> None:
         self.borrower = borrower
         self.send: Callable[[LendingMessage], None] = _send_nowhere
+        self.bytes_per_second: float | None = None
+        """Rate at which passes read KV on borrowed pages; None: that of the link to the host."""
         self.exports: dict[tuple[str, int], Exported] = {}
         """Peers' exported memory by (peer, epoch); set before `PeerMetEvent` is posted."""
         self.opened: dict[tuple[str, int, int], tuple[Exported, ...]] = {}

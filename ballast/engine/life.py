@@ -1,6 +1,6 @@
 """Run the state machine of a model's life on one device; `life_rules.RULES` are its transitions.
 
-Part of `ModelState`; the engine calls its transitions as activations, jobs, remaps, KV swaps and
+Part of `ModelState`; the engine calls its transitions as activations, jobs, remaps and
 evictions begin and end. Data of a state (the transfer of the weights, the job in flight, the layers
 that will rotate) is set and cleared with the state, here only. A transition that no rule allows
 raises `BrokenPromise` and changes nothing.
@@ -12,7 +12,6 @@ from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import Job
 from ballast.core.residency_plan import ResidencyPlan
-from ballast.core.rotation import Rotation
 from ballast.core.view import Residency
 from ballast.engine.life_rules import (
     MOVES,
@@ -22,7 +21,6 @@ from ballast.engine.life_rules import (
     Membership,
     RemapPhase,
     Step,
-    SwapPhase,
     Transition,
     Work,
 )
@@ -37,14 +35,11 @@ class Life:
     __slots__ = (
         "_broken",
         "_job",
-        "_kv",
         "_landing",
         "_layers",
         "_remap",
         "_residency",
         "_stay",
-        "_stuck",
-        "_swap",
         "_transfer",
         "_work",
         "early",
@@ -71,13 +66,11 @@ class Life:
         self.unused = False
         """Whether no job has begun since the last activation was ordered."""
         self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Membership.SERVED
-        self._landing, self._layers, self._kv = Landing.SHUT, RemapPhase.STILL, SwapPhase.STILL
+        self._landing, self._layers = Landing.SHUT, RemapPhase.STILL
         self._transfer: int | None = None
         self._broken: str | None = None
         self._job: Job | None = None
         self._remap: ResidencyPlan | None = None
-        self._swap: Rotation | None = None
-        self._stuck: str | None = None
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -96,11 +89,6 @@ class Life:
     @property
     def layers(self) -> RemapPhase:
         return self._layers
-
-    @property
-    def kv(self) -> SwapPhase:
-        """Phase of a change of the layers whose KV rotates."""
-        return self._kv
 
     @property
     def stay(self) -> Membership:
@@ -127,24 +115,9 @@ class Life:
         return self._remap
 
     @property
-    def swap_to(self) -> Rotation | None:
-        """Rotation of KV that is ordered and not in force yet."""
-        return self._swap
-
-    @property
-    def swap_failed(self) -> str | None:
-        """Reason why a swap of its KV failed; it is not tried again. None: none has failed."""
-        return self._stuck
-
-    @property
     def settling(self) -> bool:
         """Whether it waits for the end of loads of layers: a `RotationSettledEvent` will come."""
         return self._layers is RemapPhase.SETTLING or self._layers is RemapPhase.QUIETING
-
-    @property
-    def moving(self) -> bool:
-        """Whether the job in flight, or the next one, copies KV and computes nothing."""
-        return self._kv is SwapPhase.MOVING
 
     @property
     def awaited(self) -> bool:
@@ -236,10 +209,9 @@ class Life:
     def evict(self) -> None:
         """Become absent: the weights have been evicted."""
         self._go(Transition.EVICT)
-        self._swap = None
 
     def begin_job(self, job: Job, now: float) -> None:
-        """Begin a job. While `moving`, it is the job that copies KV."""
+        """Begin a job."""
         self._go(Transition.BEGIN_JOB)
         self._job, self.job_began, self.early, self.unused = job, now, False, False
 
@@ -269,25 +241,6 @@ class Life:
         wanted, self._remap = self._remap, None
         return wanted
 
-    def order_swap(self, wanted: Rotation) -> None:
-        """Order a change of the layers whose KV rotates, for when no job is in flight."""
-        self._go(Transition.ORDER_SWAP)
-        self._swap = wanted
-
-    def begin_move(self) -> None:
-        """Begin the ordered change: the next job copies KV."""
-        self._go(Transition.BEGIN_MOVE)
-
-    def end_swap(self) -> None:
-        """End a change of layers whose KV rotates, done or given up."""
-        self._go(Transition.END_SWAP)
-        self._swap = None
-
-    def lose_kv(self, why: str) -> None:
-        """Record that the job that copies KV has failed: the KV is lost; none is moved again."""
-        self._go(Transition.LOSE_KV)
-        self._swap, self._stuck = None, why
-
     def leave(self) -> None:
         """Mark the model to leave the device when its requests have ended."""
         self._go(Transition.LEAVE)
@@ -295,13 +248,12 @@ class Life:
     def strike(self) -> None:
         """Remove the model from the device."""
         self._go(Transition.STRIKE)
-        self._swap = None
 
     # -- checks -----------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the parts are consistent. To be called between events."""
-        residency, work, layers, kv = self._residency, self._work, self._layers, self._kv
+        residency, work, layers = self._residency, self._work, self._layers
         landing, activating = self._landing, residency is Residency.ACTIVATING
         there = residency in (Residency.RESIDENT, Residency.EVICTING)
         for wrong, what in (
@@ -330,8 +282,6 @@ class Life:
                 and residency is not Residency.RESIDENT,
                 "a remap without weights",
             ),
-            (kv is SwapPhase.MOVING and work is Work.IDLE, "KV that no job moves"),
-            (kv in (SwapPhase.ORDERED, SwapPhase.MOVING) and not there, "a swap without weights"),
             (
                 self._stay is Membership.GONE and (there or work is Work.BUSY or self.awaited),
                 "something happens to it though it is gone",
@@ -347,8 +297,6 @@ class Life:
                 (self._remap is not None) != (layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)),
                 "a remap",
             ),
-            ((self._swap is not None) != (kv in (SwapPhase.ORDERED, SwapPhase.MOVING)), "a swap"),
-            ((self._stuck is not None) != (kv is SwapPhase.STUCK), "a failure"),
         ):
             if wrong:
                 raise BrokenPromise(f"{self}: {what}")

@@ -1,6 +1,6 @@
 """Define the states and transitions of a model's life on one device, as a table.
 
-Used by `ballast.engine.life`, which applies it. A model's life has six independent parts. `RULES`
+Used by `ballast.engine.life`, which applies it. A model's life has five independent parts. `RULES`
 gives, for each transition, the parts that it concerns and the states between which it moves them. A
 part that a rule leaves out may be in any state, and keeps it.
 
@@ -12,7 +12,6 @@ residency  absent, activating, resident, evicting,     the weights
 landing    shut, open, broken                          jobs while the weights still arrive
 work       idle, busy                                  the job in flight
 layers     still, ordered, settling, quieting          which layers rotate, or are read in place
-kv         still, ordered, moving, stuck               which layers' KV rotates
 stay       served, leaving, gone                       whether it belongs to the device
 =========  ==========================================  ===================================
 """
@@ -55,19 +54,6 @@ class RemapPhase(enum.Enum):
     """A change is ordered; it waits for loads of layers to end (`RotationSettledEvent`)."""
     QUIETING = "quieting"
     """No change is ordered, but loads of layers are awaited (`RotationSettledEvent`)."""
-
-
-class SwapPhase(enum.Enum):
-    """Phase of a change of the layers whose KV rotates."""
-
-    STILL = "still"
-    """No change is ordered."""
-    ORDERED = "ordered"
-    """A change is ordered; it begins when no job is in flight."""
-    MOVING = "moving"
-    """The job in flight, or about to start, copies KV: blocks must not be moved."""
-    STUCK = "stuck"
-    """A copy has failed: KV of this model is not swapped again."""
 
 
 class Membership(enum.Enum):
@@ -116,16 +102,11 @@ class Transition(enum.Enum):
     ORDER_REMAP = "order remap"
     SETTLE = "settle"
     SETTLED = "settled"
-    ORDER_SWAP = "order swap"
-    BEGIN_MOVE = "begin move"
-    END_SWAP = "end swap"
-    """End of a change of layers whose KV rotates, done or given up."""
-    LOSE_KV = "lose KV"
     LEAVE = "leave"
     STRIKE = "strike"
 
 
-_R, _A, _W, _L, _K, _S = Residency, Landing, Work, RemapPhase, SwapPhase, Membership
+_R, _A, _W, _L, _S = Residency, Landing, Work, RemapPhase, Membership
 _HERE = {_S.SERVED: _S.SERVED, _S.LEAVING: _S.LEAVING}
 _IDLE = {_W.IDLE: _W.IDLE}
 _RESIDENT = {_R.RESIDENT: _R.RESIDENT}
@@ -140,7 +121,6 @@ class Rule:
     landing: Mapping[Landing, Landing] | None = None
     work: Mapping[Work, Work] | None = None
     layers: Mapping[RemapPhase, RemapPhase] | None = None
-    kv: Mapping[SwapPhase, SwapPhase] | None = None
     stay: Mapping[Membership, Membership] | None = None
 
 
@@ -182,13 +162,11 @@ RULES: Mapping[Transition, Rule] = {
         residency={_R.EVICTING: _R.ABSENT},
         work=_IDLE,
         layers={_L.STILL: _L.STILL, _L.QUIETING: _L.QUIETING},
-        kv={_K.STILL: _K.STILL, _K.ORDERED: _K.STILL, _K.STUCK: _K.STUCK},
     ),
     Transition.BEGIN_JOB: Rule(
         residency=_RESIDENT,
         work={_W.IDLE: _W.BUSY},
         layers={_L.STILL: _L.STILL},
-        kv={_K.STILL: _K.STILL, _K.MOVING: _K.MOVING, _K.STUCK: _K.STUCK},
         stay=_HERE,
     ),
     Transition.BEGIN_EARLY_JOB: Rule(
@@ -196,7 +174,6 @@ RULES: Mapping[Transition, Rule] = {
         landing={_A.OPEN: _A.OPEN},
         work={_W.IDLE: _W.BUSY},
         layers={_L.STILL: _L.STILL},
-        kv={_K.STILL: _K.STILL, _K.STUCK: _K.STUCK},
         stay=_HERE,
     ),
     Transition.END_JOB: Rule(work={_W.BUSY: _W.IDLE}),
@@ -216,18 +193,11 @@ RULES: Mapping[Transition, Rule] = {
         layers={_L.STILL: _L.QUIETING, _L.ORDERED: _L.SETTLING},
     ),
     Transition.SETTLED: Rule(layers={_L.SETTLING: _L.STILL, _L.QUIETING: _L.STILL}),
-    Transition.ORDER_SWAP: Rule(residency=_RESIDENT, kv={_K.STILL: _K.ORDERED}, stay=_HERE),
-    Transition.BEGIN_MOVE: Rule(
-        residency=_RESIDENT, work=_IDLE, kv={_K.ORDERED: _K.MOVING}, stay=_HERE
-    ),
-    Transition.END_SWAP: Rule(work=_IDLE, kv={_K.ORDERED: _K.STILL, _K.MOVING: _K.STILL}),
-    Transition.LOSE_KV: Rule(work=_IDLE, kv={_K.MOVING: _K.STUCK}),
     Transition.LEAVE: Rule(stay={_S.SERVED: _S.LEAVING}),
     Transition.STRIKE: Rule(
         residency={_R.ABSENT: _R.ABSENT, _R.RESIDENT: _R.ABSENT, _R.FAILED: _R.FAILED},
         work=_IDLE,
         layers={_L.STILL: _L.STILL},
-        kv={_K.STILL: _K.STILL, _K.ORDERED: _K.STILL, _K.STUCK: _K.STUCK},
         stay={_S.LEAVING: _S.GONE},
     ),
 }
@@ -241,8 +211,6 @@ NEWS = frozenset(
         Transition.FAIL,
         Transition.EVICT,
         Transition.SETTLED,
-        Transition.END_SWAP,
-        Transition.LOSE_KV,
         Transition.STRIKE,
     }
 )

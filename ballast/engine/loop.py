@@ -17,7 +17,7 @@ from ballast.engine.decider import MemoryDecider
 from ballast.engine.dispatcher import ROUNDS, Dispatcher, Runner
 from ballast.engine.events import handle
 from ballast.engine.leaps import Leaps
-from ballast.engine.return_borrowed import return_borrowed
+from ballast.engine.return_borrowed import bring_near, return_borrowed
 from ballast.engine.state import DeviceState
 from ballast.engine.story_snapshot import snapshot
 from ballast.policy.presets import Preset
@@ -131,11 +131,14 @@ class Loop:
         if self.commands.pending:
             self.commands.settle(outputs)
         lending = self.state.lending
-        if not lending.alone and lending.borrower.wanted():
-            return_borrowed(self.state, self.story, self.preset.memory)
+        if not lending.alone:
+            if lending.borrower.wanted():
+                return_borrowed(self.state, self.story, self.preset.memory)
+            bring_near(self.state)
         self._schedule(outputs)
         if not lending.alone:
             lending.answer()
+        self.state.tiers.count_staged(self.state.models.values())
         self._end_turn(outputs[n_handled:])
         self.turn_since = None
         return any(not isinstance(event, TimerEvent) for event in events)
@@ -153,7 +156,8 @@ class Loop:
     def _handle(self, events: list[Event], outputs: list[Output]) -> None:
         """Apply each event to the state, and record it with its outputs in the story."""
         now = self.state.now
-        self.story.record_link_rate(now, self.state.link_bytes_per_second)
+        peers = self.state.lending.bytes_per_second
+        self.story.record_link_rates(now, self.state.link_bytes_per_second, peers)
         for event in events:
             self.story.record_event(now, event)
             if isinstance(event, CommandEvent):
@@ -185,8 +189,10 @@ class Loop:
         self.state.migration.send_answers()
 
     def _end_turn(self, outputs: list[Output]) -> None:
-        """Record in the story the outputs of decisions, and the end of the turn."""
+        """Publish prices; record in the story the outputs of decisions, and the end of the
+        turn."""
         story, state = self.story, self.state
+        self.decider.publish()
         story.record_decision_outputs(state.now, outputs)
         if state.pool.unfilled != self._unfilled:
             self._unfilled = state.pool.unfilled

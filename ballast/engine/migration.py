@@ -112,13 +112,13 @@ class Migration:
     def export(self, m: ModelState, request: Request, attempt: int) -> None:
         """Answer where the KV of a request's full blocks lies; the request keeps running."""
         n = request.computed // m.spec.block_tokens
-        if m.kv_stream is not None or request.state is not RequestState.RUNNING:
-            n = 0
+        if request.state is not RequestState.RUNNING or m.spec.kv_windows:
+            n = 0  # what has left a window is not there
         n, pieces = extents.pieces(m.kv, request.blocks[:n])
         if n == 0:
             self.nothing(request.id, attempt)
             return
-        self._exported[request.id] = _Export(request.blocks, m.kv.relocations, n, attempt)
+        self._exported[request.id] = _Export(request.blocks, m.kv.book.relocations, n, attempt)
         if not self.exports:
             self.nothing(request.id, attempt)
             return
@@ -168,7 +168,7 @@ class Migration:
             or request.blocks is not was.table
         ):
             return None
-        return was if m.kv.relocations == was.relocations else None
+        return was if m.kv.book.relocations == was.relocations else None
 
     def _depart(self, request_id: str, **how: Any) -> None:
         attempt = self._departing.pop(request_id)
@@ -203,14 +203,14 @@ class Migration:
     def _room(self, m: ModelState, event: ImportKvEvent) -> list[int]:
         """Allocate blocks for an import; empty if it is not possible."""
         tokens = len(event.wanted.prompt)
-        if m.kv_stream is not None or m.residency is not Residency.RESIDENT:
+        if m.residency is not Residency.RESIDENT:
             return []
         if tokens % m.spec.block_tokens or extents.form(m.kv) != event.form:
             return []
         blocks: list[int] = []
         if m.kv.grow(blocks, tokens) is not None:
             return []
-        if m.kv.lies_abroad(blocks):  # its lender may ask for the pages at any time
+        if m.kv.borrowed.among(blocks):  # its lender may ask for the pages at any time
             m.kv.free(blocks)
             return []
         return blocks
@@ -240,7 +240,7 @@ class Migration:
             return
         more = blocks[known:]
         places = extents.extents(kv, more)
-        if kv.lies_abroad(more):
+        if kv.borrowed.among(more):
             kv.free(more)
             del blocks[known:]
             return

@@ -17,7 +17,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import STEP_BOUNDS
 from ballast.core.request import Request
 from ballast.core.residency_plan import ResidencyPlan
-from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.rotation import Rotation
 from ballast.core.settings import Slo
 from ballast.core.traffic import LongestRequest, TrafficStats
 from ballast.core.view import ModelView, Residency, Shortage
@@ -27,7 +27,7 @@ from ballast.engine.life import Life
 from ballast.engine.quarantine import Quarantine
 from ballast.engine.waiting import Waiting
 from ballast.kv.blocks import KvCache
-from ballast.kv.kv_stream import BlockStream, KvStream
+from ballast.kv.kv_stream import KvStream
 from ballast.weights.residency import WeightsOnDevice
 
 UNSEEN = frozenset(
@@ -42,6 +42,7 @@ UNSEEN = frozenset(
         "last_run",
         "lane_seconds",
         "activations",
+        "activation_at",
         "evictions",
         "preemptions",
         "prompt_tokens",
@@ -101,15 +102,17 @@ class ModelState:
     last_used: float = float("-inf")
     lane_seconds: float = 0.0
     """Seconds of the whole device that its jobs have taken; on part of its compute, pro rata."""
+    activation_at: float = float("-inf")
+    """Time at which its last activation was ordered."""
     activations: int = 0
     evictions: int = 0
     preemptions: int = 0
-    kv_stream: KvStream | None = None
-    """What streams its KV; None: its KV cannot be swapped."""
-    kv_staging: BlockStream | None = None
+    kv_staging: KvStream | None = None
     """What streams its staged blocks; None: none can be staged."""
     stage_to: int | None = None
     """Number of its blocks to be staged, once the next job has ended; None: no order."""
+    stage_order: tuple[str, ...] = ()
+    """Requests whose blocks move first by that order."""
     tiers: PrefixFetcher | None = None
     """Tiers below the device in which its KV is looked for; None: there are none."""
     estimator: CostEstimator | None = None
@@ -139,7 +142,7 @@ class ModelState:
 
     def __post_init__(self) -> None:
         self.life = Life(self.spec.name)
-        parts = (self.life, self.kv, self.weights, self.waiting, self.running, self.paused)
+        parts = (self.life, self.kv.bounds, self.weights, self.waiting, self.running, self.paused)
         for part in parts:
             part.version = self.version
         self.report_to(self.news)
@@ -193,12 +196,11 @@ class ModelState:
 
     @property
     def plan(self) -> ResidencyPlan:
-        """Where its units are or, by orders, will be: of weights, and of KV."""
+        """Where its units are or, by orders, will be."""
         now, wanted = self.weights.plan, self.life.remap_to
-        kv = self.life.swap_to or self.kv.rotation
-        if wanted is not None:
-            return replace(now, rotation=wanted.rotation, in_place=wanted.in_place, kv=kv)
-        return now if kv == WHOLE else replace(now, kv=kv)
+        if wanted is None:
+            return now
+        return replace(now, rotation=wanted.rotation, in_place=wanted.in_place)
 
     @property
     def pages_to_take(self) -> int:
@@ -221,6 +223,12 @@ class ModelState:
             self.prefill_seconds = seconds
         else:
             self.decode_seconds = seconds
+
+    def lost_kv(self, r: Request) -> None:
+        """Count a request that has lost its KV as preempted."""
+        r.undone = len(r.tokens)
+        r.preemptions += 1
+        self.preemptions += 1
 
     def cost(self, seconds: float, load: JobLoad) -> None:
         """Update estimated costs: a job with `load` occupied a lane for `seconds`, the engine's own

@@ -27,7 +27,7 @@ def change(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     now, promotion = m.weights.plan, m.weights.promotion
     if m.residency is not Residency.RESIDENT:
         return f"{m.spec.name} is {m.residency.value}"
-    if plan.rotation != m.plan.rotation or plan.kv != m.plan.kv:
+    if plan.rotation != m.plan.rotation:
         return "units change places, or layers get slots, not both at once"
     if now.rotation != WHOLE:
         return "layers in slots come back first"

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from ballast.core.actions import Short
 from ballast.core.compute import ComputeDecision, Phase
 from ballast.core.job import Scoring, SequenceWork
+from ballast.core.kv_tiers import PEER
 from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Shortage
@@ -52,8 +53,12 @@ class _Plan:
             # The logits of position p - 1 score position p.
             end = min(end, r.unscored - 1 + self.logits)
         end = staging.chunk_end(m, r, end)
-        if end > len(r.blocks) * m.spec.block_tokens:
-            short = m.kv.grow(r.blocks, end)
+        if m.spec.pooling and end < len(r.tokens):  # an encoder computes a text whole
+            if self.work:
+                return
+            end = len(r.tokens)
+        if m.spec.kv_windows or end > len(r.blocks) * m.spec.block_tokens:
+            short = m.kv.grow(r.blocks, end, r.computed)
             if short is not None:
                 self.lacks(r, short)
                 return
@@ -71,6 +76,7 @@ class _Plan:
             r.prompt_tokens,
             None if r.scored else _scoring(r, end),
             last and s.embed,
+            s.second_text,
         )
         self.work.append(work)
         self.tokens -= end - r.computed
@@ -89,8 +95,8 @@ class _Plan:
     def lacks(self, r: Request, short: Short) -> None:
         """Record a shortage: `r` lacks pages. Other requests go on."""
         m = self.model
-        wanted = short.blocks + m.kv.at_hand
-        limited = m.kv.limited(short)
+        wanted = short.blocks + m.kv.counts.at_hand
+        limited = m.kv.counts.limited(short)
         lack = Shortage(m.spec.name, r.id, short.pages, limited, short.blocks, wanted)
         m.shortages = (*m.shortages, lack)
 
@@ -174,6 +180,11 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     if r.admitted_at is None:
         r.admitted_at = now
         r.cached_tokens = cached
+        abroad = len(m.kv.borrowed.among(blocks[: cached // m.spec.block_tokens]))
+        r.fetched = ((PEER, abroad * m.spec.block_tokens),) if abroad else ()
+    elif r.kept and len(r.tokens) - cached > m.spec.block_tokens:
+        m.lost_kv(r)  # it had stayed when the request was preempted
+    r.kept = False
     r.to(RequestState.RUNNING)
     m.running.add(r)
     if m.tiers is not None:

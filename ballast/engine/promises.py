@@ -78,8 +78,7 @@ class Promises:
             return
         unfilled = []
         for owner, lacking in self._unfilled:
-            spare = self._pool.free + self._pool.ledger.reclaiming - self._pool.ledger.promised
-            n = min(lacking, max(0, spare))
+            n = min(lacking, max(0, self._pool.ledger.spare))
             short = self._pool.promise(owner, n)
             assert short is None, "it was spare"
             if n < lacking:

@@ -44,6 +44,9 @@ def report(state: DeviceState, device: str, graphs: GraphReport | None = None) -
         borrowed=state.lending.borrowed,
         graphs=graphs,
         fetched_tokens={tier.value: n for tier, n in state.tiers.fetched_tokens.items()},
+        prices=state.prices,
+        activation_bytes_per_second=state.activation_rate.bytes_per_second
+        or state.link_bytes_per_second,
     )
 
 
@@ -66,11 +69,11 @@ def _model(m: ModelState, now: float) -> ModelReport:
         weight_pages=plan.device_pages + m.weights.promotion.pages + sum(s.n_pages for s in held),
         whole_pages=m.weights.pages,
         kv_pages=m.kv.pages,
-        cached_pages=m.kv.cached_pages,
-        cached_pages_of=dict(m.kv.cached_pages_of),
+        cached_pages=m.kv.counts.cached_pages,
+        cached_pages_of=dict(m.kv.counts.cached_pages_of),
         waiting=len(m.waiting),
         running=len(m.running),
-        forgotten_blocks=m.kv.forgotten_blocks,
+        missed_blocks=m.kv.prefixes.missed_blocks,
         lacking=len(lacking),
         lacking_tokens=sum(len(r.tokens) for r in lacking),
         longest_tokens=m.longest.tokens(now),
@@ -83,7 +86,7 @@ def _model(m: ModelState, now: float) -> ModelReport:
         prompt_tokens=m.prompt_tokens,
         cached_tokens=m.cached_tokens,
         output_tokens=m.output_tokens,
-        borrowed_pages=m.kv.borrowed_pages,
+        borrowed_pages=m.kv.borrowed.pages,
         staged_blocks=len(m.kv.staged),
         staged_bytes=len(m.kv.staged) * m.spec.block_bytes,
         layers=layers,

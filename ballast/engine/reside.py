@@ -1,9 +1,9 @@
 """Carry a model's residency plan out, whole, or refuse it with a reason.
 
 Called by `apply` and by operators' commands. A plan differs from the present one in one of four
-ways: units come, units go, layers of weights and KV get other slots, or units are
-read in host memory instead of pages, or the other way round. What has to wait for jobs and loads is
-ordered here and done by `layer_remap`, `kv_swap` and `places`.
+ways: units come, units go, layers get other slots, or units are read in host memory instead of
+pages, or the other way round. What has to wait for jobs and loads is ordered here and done by
+`layer_remap` and `places`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.rotation import WHOLE
 from ballast.core.view import Residency
-from ballast.engine import kv_swap, layer_remap, places
+from ballast.engine import layer_remap, places
 from ballast.engine.head_start import bytes_ahead
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -44,7 +44,7 @@ def change_tag(now: ResidencyPlan, plan: ResidencyPlan) -> str:
         return "Activate"
     if change.going:
         return "Evict"
-    turned = plan.rotation != now.rotation and (plan.kv, plan.in_place) == (now.kv, now.in_place)
+    turned = plan.rotation != now.rotation and plan.in_place == now.in_place
     return "Remap" if turned or plan == now else "Reside"
 
 
@@ -53,7 +53,7 @@ def bring(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     if m.residency is not Residency.ABSENT:
         return f"{m.spec.name} is {m.residency.value}"
     now = m.weights.plan
-    if plan.absent or plan.rotation != WHOLE or plan.kv != m.plan.kv:
+    if plan.absent or plan.rotation != WHOLE:
         return "all that is missing comes at once; then layers may get slots"
     if not now.in_place <= plan.in_place <= now.in_place | now.absent:
         return "units that are there stay as they are while others come"
@@ -70,6 +70,7 @@ def bring(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
         m.life.find(state.now)
     else:
         m.life.activate(transfer)
+        m.activation_at = state.now
         state.activation_rate.begin(transfer, state.now)
         state.activating(m.spec.name)
     return None
@@ -99,7 +100,7 @@ def give_up(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
 
 
 def turn(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
-    """Have other layers of weights, or of KV, or of both, pass through slots."""
+    """Have other layers pass through slots."""
     now, slots = m.plan, m.weights.slots
     if m.residency is not Residency.RESIDENT:
         return f"{m.spec.name} is {m.residency.value}"
@@ -107,19 +108,11 @@ def turn(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
         return "its layers are so already"
     if plan.in_place != now.in_place:
         return "units change places with all layers out of slots"
-    turns, swaps = plan.rotation != now.rotation, plan.kv != now.kv
-    if turns and now.in_place:
+    if now.in_place:
         return "units are read in place: no layer passes through slots beside them"
-    if turns and not slots.rotatable:
+    if not slots.rotatable:
         return f"layers of {m.spec.name} cannot rotate here"
-    if turns and (refused := slots.refusal(plan.rotation)) is not None:
+    if (refused := slots.refusal(plan.rotation)) is not None:
         return refused
-    if swaps and (refused := kv_swap.refusal(m, plan.kv)) is not None:
-        return refused
-    if turns:
-        short = layer_remap.remap(state, m, plan)
-        if short is not None:
-            return f"short of {short.pages} pages"
-    if swaps:
-        kv_swap.change(m, plan.kv)
-    return None
+    short = layer_remap.remap(state, m, plan)
+    return None if short is None else f"short of {short.pages} pages"

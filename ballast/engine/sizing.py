@@ -11,9 +11,8 @@ from dataclasses import replace
 from ballast.core.cost import lane_bytes
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec, weight_pages
-from ballast.core.settings import DeviceSettings, KvLayout
+from ballast.core.settings import DeviceSettings
 from ballast.core.units import KiB, MiB, ceil_div, format_bytes
-from ballast.kv.layered import LayeredLayout
 from ballast.kv.layout import Layout
 
 GPU_LANE_BYTES = 128 * MiB
@@ -22,12 +21,18 @@ _WORKSPACE_BYTES = 32 * MiB
 """Workspace of cuBLAS on Hopper, for each thread and stream; PyTorch never gives one back."""
 
 
+def _check_kv_dtype(spec: ModelSpec, settings: DeviceSettings) -> None:
+    """Raise ConfigError if the device's kernels cannot read the model's KV."""
+    if settings.gpu is not None and spec.kv_dtype != "auto":
+        allowed = f"{settings.name} is a GPU: KV in 8 bits is of CPUs"
+        raise ConfigError(f"{spec.name}: kv_dtype", spec.kv_dtype, allowed)
+
+
 def check_room(
     spec: ModelSpec,
     others: Iterable[ModelSpec],
     settings: DeviceSettings,
     *,
-    layered: bool = False,
     in_place: bool = False,
     aside: int = 0,
 ) -> None:
@@ -36,18 +41,20 @@ def check_room(
 
     A model needs its weights and the first slab of its KV cache, beside what is set aside for
     activations and graphs and the weights of pinned models; or no weights, if passes read all of
-    them `in_place`, in host memory. `layered`: KV lies layer by layer, whatever
-    `settings.kv_layout` is; `aside`: pages that are set aside already. Sizes in the message are
-    those of one rank.
+    them `in_place`, in host memory. `aside`: pages that are set aside already. Sizes in the message
+    are those of one rank.
     """
+    _check_kv_dtype(spec, settings)
     specs = [*others, spec]
     page = settings.page_bytes
     aside = max(aside, pages_aside(specs, settings))
     for m in specs:
         there = () if in_place else [o for o in specs if o.pinned or o is m]
         weights = weight_pages(there, page)
-        kv = kv_layout(m, settings, layered=layered).whole_pages
-        least = aside + weights + kv
+        kv = Layout.of(m, page).slab_pages
+        _check_promises(m, kv, page, in_place)
+        kept = sum(o.guaranteed_kv(page, in_place) for o in specs if o is not m)
+        least = aside + weights + kept + max(kv, m.guaranteed_kv(page, in_place))
         if least * page <= settings.budget_bytes:
             continue
         each = "" if settings.tensor_parallel == 1 else ", each of its ranks,"
@@ -56,23 +63,30 @@ def check_room(
             if any(o.pinned and o is not m for o in specs)
             else ""
         )
+        kept_text = f"{format_bytes(kept * page)} guaranteed to others, " if kept else ""
         raise ConfigError(
             f"the budget of {settings.name}",
             format_bytes(settings.budget_bytes),
             f"{m.name} needs a device{each} of at least {least * page // KiB}KiB: "
-            f"{format_bytes(weights * page)} for weights{pinned}, {format_bytes(kv * page)} for "
-            f"the first blocks of KV cache, {format_bytes(aside * page)} for activations with "
-            f"{spec.name}",
+            f"{format_bytes(weights * page)} for weights{pinned}, {kept_text}"
+            f"{format_bytes((least - aside - weights - kept) * page)} for "
+            f"{'its guaranteed' if m.guarantee else 'the first blocks of'} KV cache, "
+            f"{format_bytes(aside * page)} for activations with {spec.name}",
         )
 
 
-def kv_layout(spec: ModelSpec, settings: DeviceSettings, *, layered: bool = False) -> Layout:
-    """Return the layout of a model's KV cache while no layer rotates; `layered`: see
-    `check_room`."""
-    page = settings.page_bytes
-    if layered or settings.kv_layout is KvLayout.PER_LAYER:
-        return LayeredLayout.over(spec, page, settings.budget_bytes // page)
-    return Layout.of(spec, page)
+def _check_promises(m: ModelSpec, slab: int, page: int, in_place: bool) -> None:
+    """Raise ConfigError if what a model is promised is less than it needs to serve one request:
+    its weights, and a `slab` of KV."""
+    weights = m.weight_pages(page)
+    for key, given, needed in (
+        ("guarantee", m.guarantee or None, slab if in_place else weights + slab),
+        ("limit", m.limit, weights + slab),
+    ):
+        if given is not None and given < needed * page * m.ranks:
+            least = format_bytes(needed * page * m.ranks)
+            allowed = f"{least} at least: its weights and the first blocks of KV"
+            raise ConfigError(f"{key} of {m.name}", format_bytes(given), allowed)
 
 
 def largest_jobs(specs: Iterable[ModelSpec], settings: DeviceSettings) -> int:

@@ -18,6 +18,8 @@ from ballast.core.units import ceil_div
 from ballast.core.view import StagingView
 from ballast.engine.model import ModelState
 
+_Pair = tuple[Request, SequenceWork]
+
 
 def refusal(m: ModelState, blocks: int) -> str | None:
     """Return the reason why so many blocks cannot be staged now; None if they can."""
@@ -54,8 +56,23 @@ def longest(m: ModelState, room: int, chunk: int) -> int:
     kv, size = m.kv, m.spec.block_tokens
     if m.kv_staging is None or kv.staged.most == 0:
         return 0
-    left = room - kv.most_pages(1 + ceil_div(chunk, size))
+    left = room - kv.layout.pages(1 + ceil_div(chunk, size))
     return size * min(kv.staged.most, kv.staged.blocks_in(max(0, left)))
+
+
+def pages_to_free(m: ModelState) -> int:
+    """Return the pages that staging of blocks frees when the next job has ended, as expected."""
+    staged, kv = m.kv.staged, m.kv
+    if m.stage_to is None or m.stage_to <= len(staged) or not m.running:
+        return 0
+    blocks = m.stage_to - len(staged)
+    slots = staged.pages_for(m.stage_to) - len(staged.pages)
+    return max(0, blocks // kv.layout.blocks_per_slab * kv.layout.slab_pages - slots)
+
+
+def moves_alone(m: ModelState) -> bool:
+    """Whether blocks of a frozen model are to move, whose jobs compute nothing."""
+    return m.frozen and m.stage_to is not None
 
 
 def idle_work(m: ModelState) -> list[SequenceWork]:
@@ -73,26 +90,31 @@ def begin(m: ModelState, work: Sequence[SequenceWork]) -> None:
     staged, size = m.kv.staged, m.spec.block_tokens
     requests = {r.id: r for r in m.running}
     here = sorted(((requests[w.request_id], w) for w in work), key=lambda pair: pair[0].order)
+    first = {id: i for i, id in enumerate(m.stage_order)}
+
+    def in_order(pairs: Iterable[_Pair]) -> list[_Pair]:
+        return sorted(pairs, key=lambda pair: first.get(pair[0].id, len(first)))
+
     stores = _distinct(b for r, w in here if r.streams for b in w.blocks[: w.end // size] if b >= 0)
     homes: list[int] = []
     if m.stage_to is not None:
         more = m.stage_to - len(staged) - len(stores)
         if more > 0:
-            younger = (b for _, w in reversed(here) for b in w.blocks[: w.end // size] if b >= 0)
-            stores = _distinct((*stores, *m.kv.slab_by_slab(younger)))[: len(stores) + more]
+            leave = in_order(reversed(here))
+            ordered = (b for _, w in leave for b in w.blocks[: w.end // size] if b >= 0)
+            stores = _distinct((*stores, *m.kv.staging.slab_by_slab(ordered)))[: len(stores) + more]
         elif more < 0:
-            homes = _distinct(b for r, w in here if not r.streams for b in w.blocks if b < 0)[
-                :-more
-            ]
-    stream.carry_blocks(m.kv.begin_moves(stores, homes))
+            come = in_order(pair for pair in here if not pair[0].streams)
+            homes = _distinct(b for _, w in come for b in w.blocks if b < 0)[:-more]
+    stream.carry_blocks(m.kv.staging.begin_moves(stores, homes))
 
 
 def end(m: ModelState, tables: Iterable[list[int]], *, done: bool) -> None:
     """End the moves of a job, before anything else follows from its end."""
     if m.kv_staging is None:
         return
-    m.kv.end_moves(tables, done=done)
-    m.stage_to = None
+    m.kv.staging.end_moves(tables, done=done)
+    m.stage_to, m.stage_order = None, ()
 
 
 def chunk_end(m: ModelState, r: Request, end: int) -> int:

@@ -16,12 +16,11 @@ from ballast.core.event import (
     FailedOutput,
     Output,
 )
-from ballast.core.job import SequenceWork
 from ballast.core.model import kv_room
+from ballast.core.price_curve import PriceCurve
 from ballast.core.request import Request, RequestState
 from ballast.core.settings import DeviceSettings
 from ballast.core.view import Residency
-from ballast.engine import kv_swap
 from ballast.engine.activation_rate import ActivationRate
 from ballast.engine.kv_tiers import KvTiers
 from ballast.engine.lanes import Lanes
@@ -50,6 +49,9 @@ class GrammarStore(Protocol):
 class DeviceState:
     """State of one device. It holds the mechanisms too: pool, KV caches, weights, link."""
 
+    prices: PriceCurve | None = None
+    """Marginal prices of its pages, as published last (`MemoryDecider.publish`)."""
+
     def __init__(
         self,
         settings: DeviceSettings,
@@ -61,7 +63,6 @@ class DeviceState:
         clock: Clock,
         lending: Lending,
         make_stream: MakeStream | None = None,
-        swaps_kv: bool = False,
         stages_kv: bool = False,
     ) -> None:
         self.settings = settings
@@ -80,24 +81,22 @@ class DeviceState:
         self.asked = -1
         """`news` when a policy was asked last; -1: none was."""
         self.tiers = KvTiers(lambda: self.link_bytes_per_second)
+        self.pool = pool
+        self._weights_in_place = False
         for m in models:
             self.enrol(m)
-        self.pool = pool
         self.promises = Promises(pool, self.news)
         self.lending = lending
         lending.news = self.news
         self.migration = Migration()
         self.link = link
-        self.make_stream, self.swaps_kv, self.stages_kv = make_stream, swaps_kv, stages_kv
-        """What makes streams of models that join, whether KV streams beside weights, and
-        whether blocks of KV can be staged."""
+        self.make_stream, self.stages_kv = make_stream, stages_kv
+        """What makes streams of models that join, and whether blocks of KV can be staged."""
         self.activating: Callable[[str], object] = lambda model: None
         """Called with a model's name when the transfer of its weights has begun."""
         self.grammars: GrammarStore | None = None
         """Compiles grammars; None: grammars have no effect, since no tokens are sampled, as in
         virtual time."""
-        self.weights_in_place = False
-        """Whether the preset leaves all weights in host memory, and so all pages to KV."""
         self.link_bytes_per_second = link.bytes_per_second
         self.activation_rate = ActivationRate()
         self.arena, self.graphs = arena, graphs
@@ -124,6 +123,27 @@ class DeviceState:
             self.named[adapter.name] = m, i
         self._list_shared()
 
+    def keep_promises(self, m: ModelState) -> None:
+        """Have the pool keep what the model's `guarantee` says, and its KV stay within its
+        `limit`. Segments that other models contain as well are nobody's alone."""
+        page, in_place = self.settings.page_bytes, self._weights_in_place
+        floor = m.spec.guaranteed_kv(page, in_place)
+        m.kv.bounds.keep_between(floor, m.spec.most_kv(page))
+        self.pool.guarantee(m.kv.owner, floor)
+        own = 0 if in_place or not m.spec.guarantee else m.weights.own_pages
+        self.pool.guarantee(m.weights.owner, own)
+
+    @property
+    def weights_in_place(self) -> bool:
+        """Whether the preset leaves all weights in host memory, and so all pages to KV."""
+        return self._weights_in_place
+
+    @weights_in_place.setter
+    def weights_in_place(self, in_place: bool) -> None:
+        self._weights_in_place = in_place
+        for m in self.models.values():
+            self.keep_promises(m)
+
     def unname(self, m: ModelState) -> None:
         """Accept no more requests for a model and its adapters: it will leave the device."""
         m.life.leave()
@@ -134,6 +154,8 @@ class DeviceState:
         and no load in flight."""
         m.life.strike()
         self.migration.forget(m)
+        for owner in (m.kv.owner, m.weights.owner):
+            self.pool.guarantee(owner, 0)
         m.kv.close()
         m.weights.close()
         self.models = {name: other for name, other in self.models.items() if other is not m}
@@ -142,6 +164,8 @@ class DeviceState:
     def _list_shared(self) -> None:
         models = self.models.values()
         self.shared = tuple(dict.fromkeys(s for m in models for s in m.weights.shared))
+        for m in models:
+            self.keep_promises(m)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -162,7 +186,8 @@ class DeviceState:
         here = () if self.weights_in_place else self.models.values()
         there = [o.spec for o in here if o.spec.pinned or o is m]
         pages = self.pool.total - self.set_aside
-        return kv_room(pages, there, self.settings.page_bytes, m.kv.limit)
+        pages -= sum(o.kv.bounds.floor for o in self.models.values() if o is not m)
+        return kv_room(pages, there, self.settings.page_bytes, m.kv.bounds.most)
 
     # -- what happens to requests ---------------------------------------------------------------
 
@@ -223,6 +248,8 @@ class DeviceState:
             m.paused.remove(request)
         elif request.state is RequestState.RUNNING:
             m.running.remove(request)
+            if not m.running:
+                m.stage_to, m.stage_order = None, ()
         else:
             m.waiting.remove(request)
         self.release(m, request, surrender=surrender)
@@ -233,13 +260,15 @@ class DeviceState:
     def preempt(self, m: ModelState, request: Request, *, keeps_kv: bool = False) -> None:
         """Preempt a request: free its blocks and queue it again; its KV will be recomputed.
 
-        `keeps_kv`: its full blocks stay as a cached prefix, from which it goes on."""
+        `keeps_kv`: its full blocks stay as a cached prefix, from which it goes on; it counts as
+        preempted only if they are gone when it does."""
+        request.kept = keeps_kv
         if keeps_kv:
             self.remember(m, request)
+        else:
+            m.lost_kv(request)
         self.withdraw(m, request, surrender=not keeps_kv)
         request.to(RequestState.WAITING)
-        request.preemptions += 1
-        m.preemptions += 1
         m.waiting.add(request)
         self.tiers.look_up(m, request)
 
@@ -262,7 +291,6 @@ class DeviceState:
         if m.weights.leaves_whole:
             self.migration.forget(m)
             m.kv.clear()
-            kv_swap.forget(m)
         m.weights.evict()
 
     def fail_load(self, m: ModelState, error: str) -> list[Output]:
@@ -273,12 +301,6 @@ class DeviceState:
         m.life.fail()
         reason = f"the weights of {m.spec.name!r} could not be brought in: {error}"
         return self.fail_all(m, "model_failed", reason)
-
-    def begin_swap(self, m: ModelState) -> list[SequenceWork]:
-        """Return the work of a job that changes which layers' KV rotates; empty if none is due."""
-        if m.life.swap_to is None:
-            return []
-        return kv_swap.begin(m)
 
     def next_transfer(self) -> int:
         """Return a new number for a transfer, unique on this device."""
@@ -323,7 +345,5 @@ class DeviceState:
             failed = m.residency is Residency.FAILED and not m.weights.plan.empty
             if m.weights.backed != here or failed:
                 raise BrokenPromise(f"{m.life}: the pages of its weights say otherwise")
-            if m.kv.fixed != m.life.moving:
-                raise BrokenPromise(f"{m.life}: KV that moves is fixed, and no other")
             if (m.job is not None) != any(r.in_flight for r in m.running):
                 raise BrokenPromise(f"{m.life}: requests are in flight with their job, or not")

@@ -34,4 +34,5 @@ def snapshot(state: DeviceState, preset: Preset, story: Story) -> Snapshot:
         rotates=state.make_stream is not None,
         tiers=state.tiers.copies is not None,
         order=preset.order,
+        near_host=not state.link.paced,
     )

@@ -6,7 +6,7 @@ Part of `ModelState`. Admission is decided elsewhere (`plan`); this is the order
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise
@@ -16,7 +16,8 @@ from ballast.core.view import RequestView
 
 
 class Waiting:
-    """Waiting requests, sorted by priority, place in the queue and order of arrival.
+    """Waiting requests, sorted by priority, place in the queue, turn of the tenant and order of
+    arrival.
 
     The view of each request is made once and kept while it waits, so that the cost in Python of
     adding or removing a request does not grow with the queue.
@@ -27,6 +28,7 @@ class Waiting:
         """Counts all changes."""
         self.news = ChangeCounter()
         """Counts requests that are added, and those removed other than by admission."""
+        self._turns = _TenantTurns()
         self._requests: list[Request] = []
         self._spec: ModelSpec | None = None
         """Spec by which the views were made; None: there are none."""
@@ -45,17 +47,23 @@ class Waiting:
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Insert a request in order; preempted ones come before later arrivals of their place."""
+        """Insert a request in order; preempted ones come before later arrivals of their place and
+        tenant."""
+        self._turns.give(request, self._requests)
         self._insert(request)
         self.news.n += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that ends or is paused. Raises BrokenPromise if it is not queued."""
-        self.admit(request)
+        self._take(request)
         self.news.n += 1
 
     def admit(self, request: Request) -> None:
         """Remove a request that will run. Raises as `remove`."""
+        self._take(request)
+        self._turns.admitted(request)
+
+    def _take(self, request: Request) -> None:
         at = self._index(request)
         if self._requests[at : at + 1] != [request]:
             raise BrokenPromise(f"{request.id} is not waiting")
@@ -76,7 +84,7 @@ class Waiting:
 
     def move(self, request: Request, place: int) -> None:
         """Change a queued request's place. Raises as `remove`."""
-        self.admit(request)
+        self._take(request)
         request.place = place
         self._insert(request)
 
@@ -90,6 +98,44 @@ class Waiting:
 
     def _index(self, request: Request) -> int:
         return bisect_left(self._requests, _key(request), key=_key)
+
+
+class _TenantTurns:
+    """Give the tenants whose requests wait in one queue turns, so that one tenant's many requests
+    hold up no other's.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with requests of equal size:
+    within a priority, the n-th waiting request of a tenant has the n-th turn after the one that was
+    admitted last. The requests of one tenant keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._admitted: dict[int, int] = {}
+        """Highest turn of the requests that were admitted, by rank."""
+        self._newest: dict[tuple[int, str], tuple[Precedence, int]] = {}
+        """Of each rank and tenant, the last request in order so far, and its turn."""
+
+    def give(self, request: Request, queue: Iterable[Request]) -> None:
+        """Set the turn of a request that joins `queue`, unless it has one from before."""
+        if request.turn:
+            return
+        rank, kind = request.order.rank, (request.order.rank, request.submission.tenant)
+        order, turn = self._newest.get(kind, (None, 0))
+        if order is not None and request.order < order:  # it has been elsewhere meanwhile
+            later = [r.turn for r in queue if _kind(r) == kind and r.order > request.order]
+            request.turn = min(later, default=turn)
+            return
+        request.turn = max(self._admitted.get(rank, 1), turn + 1)
+        self._newest[kind] = request.order, request.turn
+
+    def admitted(self, request: Request) -> None:
+        """Note that a request runs: those who join from now on take turns after it."""
+        rank = request.order.rank
+        self._admitted[rank] = max(self._admitted.get(rank, 1), request.turn)
+
+
+def _kind(request: Request) -> tuple[int, str]:
+    return request.order.rank, request.submission.tenant
 
 
 def _view(r: Request, spec: ModelSpec) -> RequestView:
@@ -110,8 +156,10 @@ def _view(r: Request, spec: ModelSpec) -> RequestView:
         first=r.first_token_at,
         last=r.last_at,
         place=r.place,
+        turn=r.turn,
+        undone=r.undone,
     )
 
 
-def _key(request: Request) -> tuple[int, int, Precedence]:
-    return request.order.rank, request.place, request.order
+def _key(request: Request) -> tuple[int, int, int, Precedence]:
+    return request.order.rank, request.place, request.turn, request.order

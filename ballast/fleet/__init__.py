@@ -17,6 +17,7 @@ do. It imports `core` only.
 - `fleet_source`: A server's fleet: its file together with operators' changes.
 - `gguf_entry`: Make a checkpoint directory of a GGUF file.
 - `gguf_header`: Parse the header of a GGUF file.
+- `hub_download`: Watches and bounds a download from the hub.
 - `hub`: Download of checkpoints by hub id, without code.
 - `key_hints`: Suggest the fleet file's key for a misplaced or foreign one.
 - `levels`: Convert service levels and limits that may change while a model serves.

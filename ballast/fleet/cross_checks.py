@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ballast.core.errors import ConfigError
-from ballast.core.settings import DeviceSettings, KvLayout, Role
+from ballast.core.settings import DeviceSettings, Role
 from ballast.fleet.faults import HIDDEN, unknown
 from ballast.fleet.schema import (
     ADAPTER_KEYS,
@@ -137,9 +137,6 @@ def _check_group(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.lanes > 1:
         allowed = "a device with `tensor_parallel` runs one job at a time: 1"
         raise ConfigError(f"{at}.lanes", device.lanes, allowed)
-    if device.kv_layout is not KvLayout.BLOCK_MAJOR:
-        allowed = f"a device with `tensor_parallel` has it {KvLayout.BLOCK_MAJOR} so far"
-        raise ConfigError(f"{at}.kv_layout", device.kv_layout, allowed)
     if device.invariant:
         allowed = "0: the sums of groups depend on the number of rows"
         raise ConfigError(f"{at}.invariant", device.invariant, allowed)

@@ -104,4 +104,6 @@ Context = Annotated[int, Field(ge=2, lt=2**31)]
 DeviceName = Annotated[str, Field(min_length=1, max_length=128)]
 Origin = Annotated[str, AfterValidator(_origin)]
 Host = Annotated[str, AfterValidator(_host)]
+HubPattern = Annotated[str, Field(pattern=r"^[\w.*-]+/[\w.*:@/-]+$", max_length=256)]
+"""Of hub ids, with a slash: `*` alone would mean any model of anybody."""
 Secret = Annotated[str, BeforeValidator(secret_text)]

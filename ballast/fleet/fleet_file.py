@@ -19,6 +19,7 @@ from ballast.core.settings import (
     AdapterSettings,
     DeviceSettings,
     FleetSettings,
+    HostsSettings,
     LinkSettings,
     ModelSettings,
 )
@@ -135,6 +136,7 @@ def resolved(
         story_bytes=keys.story_bytes,
         story_parts=keys.story_parts,
         kv=_kv_tiers(keys, home),
+        hosts=None if keys.hosts is None else HostsSettings(**keys.hosts.model_dump()),
         server=keys.server.settings(),
     )
 

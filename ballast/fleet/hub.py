@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from ballast.core.errors import ConfigError, brief
 from ballast.fleet.gguf_entry import SPLIT
 from ballast.fleet.gguf_header import SUFFIX
+from ballast.fleet.hub_download import Report, check_size, reporting
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,12 @@ def is_hub_id(text: str) -> bool:
     return _HUB_ID.fullmatch(text) is not None
 
 
-def fetch(hub_id: str, key: str) -> str:
+def fetch(
+    hub_id: str, key: str, report: Report | None = None, most_bytes: int | None = None
+) -> str:
     """Directory of the snapshot of ``org/name[@revision]``, downloaded where it is not cached; of a
     repository of GGUF files the first file of the one that ``:`` and the end of its name choose.
+    `report` is called meanwhile; nothing is downloaded of more than `most_bytes`.
 
     Raises ConfigError naming `key`: no such repository, no access, no such file, or no network and
     not cached.
@@ -47,12 +51,19 @@ def fetch(hub_id: str, key: str) -> str:
 
     whole, _, chosen = hub_id.partition(":")
     name, _, revision = whole.partition("@")
+    bars = None if report is None else reporting(report)
     with _faults_named(hub_id, key, revision):
-        if not chosen and "gguf" not in re.split(r"[-_.]", name.lower()):
-            return str(snapshot_download(name, revision=revision or None, allow_patterns=_WANTED))
-        files = choose_gguf(_gguf_files(name, revision or None), chosen, hub_id, key)
-        wanted = [glob.escape(file) for file in files]
-        found = snapshot_download(name, revision=revision or None, allow_patterns=wanted)
+        files: list[str] = []
+        if chosen or "gguf" in re.split(r"[-_.]", name.lower()):
+            files = choose_gguf(_gguf_files(name, revision or None), chosen, hub_id, key)
+        wanted = [glob.escape(file) for file in files] or _WANTED
+        if most_bytes is not None:
+            check_size(name, revision or None, wanted, most_bytes, hub_id, key)
+        found = snapshot_download(
+            name, revision=revision or None, allow_patterns=wanted, tqdm_class=bars
+        )
+    if not files:
+        return str(found)
     log.info("%s: %s: %s", key, hub_id, ", ".join(files))
     return str(Path(found) / files[0])
 

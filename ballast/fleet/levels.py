@@ -29,6 +29,8 @@ _FIELDS = {
     "limits.queue_seconds": ("queue_seconds",),
     "pinned": ("pinned",),
     "ttl": ("ttl",),
+    "guarantee": ("guarantee",),
+    "limit": ("limit",),
 }
 """Attribute path in the settings, by key."""
 

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ballast.core.errors import ConfigError
+from ballast.core.settings import PRESET
 from ballast.core.units import MiB, ceil_div, format_bytes, parse_bytes
-from ballast.fleet import smollm2
 from ballast.fleet.model_recipes import SCALES, Diet, ModelRecipe, Scale, plans
 from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
@@ -75,9 +75,8 @@ def make_fleet(
     size: str = "small",
     steps: int = DEFAULT_STEPS,
     budget: str | int | None = None,
-    preset: str = "balloon",
+    preset: str = PRESET,
     force: bool = False,
-    real: Path | None = None,
     progress: Progress | None = None,
 ) -> MadeFleet:
     """Write `n_models` checkpoints and `fleet.yaml` into `directory`.
@@ -85,15 +84,16 @@ def make_fleet(
     Up to four models are trained for `steps` steps (fine-tunes: a part of them); with 0 steps,
     or where the plan has no text for it, a model keeps random weights, large enough, and with a
     head of its own, for its greedy output not to repeat one token. `budget` (bytes or ``"512MiB"``)
-    is by default 40 % of what fixed shares would need, and more for SmolLM2 where its file is
-    `real`. The same arguments give the same files on the same machine.
+    is by default 40 % of what fixed shares would need. The same arguments give the same files on
+    the same machine.
 
     Raises ConfigError: a bad argument, or a fleet is there already and `force` is not set.
     """
     directory = Path(directory)
     chosen = plans(size, n_models)
     scale = SCALES[size]
-    _check(directory, dtype, steps, force)
+    _check(dtype, steps)
+    check_directory(directory, force)
     directory.mkdir(parents=True, exist_ok=True)
 
     docs = documents()
@@ -116,36 +116,39 @@ def make_fleet(
 
     fixed = sum(m.weight_bytes + _full_kv(m, scale) for m in made)
     floor = max(m.weight_bytes + m.kv_bytes_per_token * scale.context for m in made)
-    chosen_budget = _budget(budget, fixed, floor, 0 if real is None else smollm2.EXTRA_BYTES)
+    chosen_budget = _budget(budget, fixed, floor)
     fleet = MadeFleet(
         file=directory / "fleet.yaml",
         models=tuple(made),
         budget_bytes=chosen_budget,
         fixed_bytes=fixed,
     )
-    fleet.file.write_text(_yaml(fleet, chosen, scale, preset, real), encoding="utf-8")
+    fleet.file.write_text(_yaml(fleet, chosen, scale, preset), encoding="utf-8")
     return fleet
 
 
-def _check(directory: Path, dtype: str, steps: int, force: bool) -> None:
+def _check(dtype: str, steps: int) -> None:
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, f"one of {', '.join(_DTYPES)}")
     if steps < 0:
         raise ConfigError("steps", steps, "0 or more")
+
+
+def check_directory(directory: Path, force: bool) -> None:
+    """Raise ConfigError unless a fleet can be made in `directory`: there is none, or `force`."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError("directory", str(directory), "it is a file; name a directory")
     if (directory / "fleet.yaml").exists() and not force:
         raise ConfigError("directory", str(directory), "it holds a fleet already; --force remakes")
 
 
-def _budget(budget: str | int | None, fixed: int, floor: int, more: int) -> int:
+def _budget(budget: str | int | None, fixed: int, floor: int) -> int:
     """Return the budget in bytes, at least `floor`: the largest model with one full-length request.
-    `more`: bytes beside the default.
 
     Raises ConfigError.
     """
     if budget is None:
-        return ceil_div(max(int(BUDGET_FRACTION * fixed), floor + 8 * MiB) + more, MiB) * MiB
+        return ceil_div(max(int(BUDGET_FRACTION * fixed), floor + 8 * MiB), MiB) * MiB
     try:
         n_bytes = parse_bytes(budget)
     except ValueError as error:
@@ -253,24 +256,15 @@ def _full_kv(model: MadeModel, scale: Scale) -> int:
     return FULL_REQUESTS * scale.context * model.kv_bytes_per_token
 
 
-def _yaml(
-    fleet: MadeFleet,
-    chosen: tuple[ModelRecipe, ...],
-    scale: Scale,
-    preset: str,
-    real: Path | None,
-) -> str:
+def _yaml(fleet: MadeFleet, chosen: tuple[ModelRecipe, ...], scale: Scale, preset: str) -> str:
     weights = sum(m.weight_bytes for m in fleet.models)
-    more = 0 if real is None else smollm2.EXTRA_BYTES
-    ratio = (fleet.budget_bytes - more) / fleet.fixed_bytes
+    ratio = fleet.budget_bytes / fleet.fixed_bytes
     verdict = "too little for that" if ratio < 1 else "enough for that"
     lines = [
         f"# Fixed shares, each with room for its model's weights and {FULL_REQUESTS} full-length",
         f"# requests ({scale.context} tokens), would take {format_bytes(fleet.fixed_bytes)}, of it",
         f"# {format_bytes(weights)} for weights.",
-        f"# The budget is {format_bytes(fleet.budget_bytes)}"
-        + (f", beside {smollm2.NAME} {ratio:.0%} of it" if more else f", {ratio:.0%} of it")
-        + f": {verdict}.",
+        f"# The budget is {format_bytes(fleet.budget_bytes)}, {ratio:.0%} of it: {verdict}.",
         f"preset: {preset}",
         "devices:",
         f"  - budget: ${{BALLAST_BUDGET:-{fleet.budget_bytes}}}  # bytes; or 512MiB, 2GB",
@@ -280,7 +274,6 @@ def _yaml(
         "defaults:",
         "  slo: {ttft: 2.0, tpot: 0.2}  # seconds",
         "models:",
-        *(() if real is None else smollm2.entry(real)),
     ]
     for model, plan in zip(fleet.models, chosen, strict=True):
         note = f"{model.parameters / 1e6:.2g}M parameters, {model.made}"

@@ -9,25 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ballast.core.levels import Levels, ModelLevels, level_fields
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import (
     GPU_PAGE,
+    PRESET,
     STORY_BYTES,
     STORY_PARTS,
     AdapterSettings,
     DeviceSettings,
+    HostsSettings,
     KeySettings,
-    KvLayout,
     ModelSettings,
+    PullSettings,
     Role,
     ServerSettings,
     Slo,
@@ -38,6 +34,7 @@ from ballast.fleet.field_types import (
     Count,
     DeviceName,
     Host,
+    HubPattern,
     Name,
     Origin,
     PageSize,
@@ -90,6 +87,9 @@ class LiveKeys(Keys):
     pinned: bool = False
     ttl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds without a request after which the model is evicted; None, 0: never."""
+    guarantee: SizeOrNone = 0
+    limit: Size | None = None
+    """Bytes of each of its devices, weights included, that it can always have, and at most."""
 
     @property
     def levels(self) -> ModelLevels:
@@ -102,6 +102,8 @@ class LiveKeys(Keys):
             queue_seconds=self.limits.queue_seconds,
             pinned=self.pinned,
             ttl=self.ttl,
+            guarantee=self.guarantee,
+            limit=self.limit,
         )
 
 
@@ -127,6 +129,8 @@ class ModelKeys(LiveKeys):
 
     limits: LimitKeys = LimitKeys()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """`int8`: KV cache in 8 bits; changes outputs (docs/kv.md)."""
     block_tokens: Annotated[int, Field(ge=1, le=1024)] | None = None
     """None: about 16, such that blocks fill pages (`kv/layout.py`)."""
     preload: bool = False
@@ -186,6 +190,7 @@ class NamedModelKeys(ModelKeys):
             name=self.name,
             path=directory,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             expected_tokens=self.expected_tokens,
             expected_longest=self.expected_longest,
             max_model_len=self.limits.context,
@@ -218,7 +223,6 @@ class DeviceKeys(Keys):
     step_tokens: Count = 512
     step_logits: Count = 64
     prefix_cache: bool = True
-    kv_layout: Annotated[KvLayout, Field(strict=False)] = KvLayout.BLOCK_MAJOR
     role: Annotated[Role, Field(strict=False)] = Role.BOTH
     invariant: Switch | None = None
     """None: the device's default. Of GPUs only."""
@@ -242,7 +246,6 @@ class DeviceKeys(Keys):
             step_tokens=self.step_tokens,
             step_logits=self.step_logits,
             prefix_cache=self.prefix_cache,
-            kv_layout=self.kv_layout,
             role=self.role,
             graphs=self.graphs,
             invariant=self.invariant,
@@ -300,11 +303,20 @@ class ApiKeyKeys(Keys):
         )
 
 
+class PullKeys(Keys):
+    """`server.pull`: what clients may have downloaded from the hub."""
+
+    models: Annotated[tuple[HubPattern, ...], Field(strict=False)] = ()
+    most_bytes: Size = PullSettings().most_bytes
+    most_models: Count = PullSettings().most_models
+
+
 class ServerKeys(Keys):
     """`server`: what concerns clients and operators."""
 
     keys: list[ApiKeyKeys] = Field(default_factory=list)
     admin_key: Secret | None = Field(default=None, repr=False)
+    pull: PullKeys = PullKeys()
     cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()
     hosts: Annotated[tuple[Host, ...], Field(strict=False)] = ()
     most_open: Count = ServerSettings().most_open
@@ -322,28 +334,17 @@ class ServerKeys(Keys):
     stuck_seconds: Positive = ServerSettings().stuck_seconds
     loading_seconds: Positive = ServerSettings().loading_seconds
     deprecated_metrics: bool = ServerSettings().deprecated_metrics
+    request_texts: bool = ServerSettings().request_texts
     spare_worker: bool = ServerSettings().spare_worker
 
     def settings(self) -> ServerSettings:
+        same = self.model_dump(exclude={"keys", "pull", "most_body", "most_answers"})
         return ServerSettings(
             keys=tuple(key.settings() for key in self.keys),
-            admin_key=self.admin_key,
-            cors_origins=self.cors_origins,
-            hosts=self.hosts,
-            most_open=self.most_open,
-            most_connections=self.most_connections,
-            most_connections_each=self.most_connections_each,
+            pull=PullSettings(**self.pull.model_dump()),
             most_body_bytes=self.most_body,
             most_answer_bytes=self.most_answers,
-            ping_seconds=self.ping_seconds,
-            send_seconds=self.send_seconds,
-            drain_seconds=self.drain_seconds,
-            silent_seconds=self.silent_seconds,
-            starting_seconds=self.starting_seconds,
-            stuck_seconds=self.stuck_seconds,
-            loading_seconds=self.loading_seconds,
-            deprecated_metrics=self.deprecated_metrics,
-            spare_worker=self.spare_worker,
+            **same,
         )
 
 
@@ -354,14 +355,22 @@ class KvDiskKeys(Keys):
     bytes: Size
 
 
+class HostsKeys(Keys):
+    """`hosts`: where devices are, if not all on this machine."""
+
+    ray: str = ""
+    devices: Count = HostsSettings().devices
+    network: Bandwidth | None = None
+
+
 class FleetKeys(Keys):
     """The whole file."""
 
-    preset: str = "balloon"
+    preset: str = PRESET
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
-    placement: Literal["weights", "work", "follow", "both", "kvpr", "link", "swiftcache"] | None = (
-        None
-    )
+    placement: (
+        Literal["weights", "work", "follow", "both", "kvpr", "link", "swiftcache", "price"] | None
+    ) = None
     story: str | None = None
     story_bytes: Size = STORY_BYTES
     story_parts: Count = STORY_PARTS
@@ -369,6 +378,8 @@ class FleetKeys(Keys):
     """Host memory for KV that leaves devices; 0: none."""
     kv_disk: KvDiskKeys | None = None
     """None: no KV outlives the server."""
+    hosts: HostsKeys | None = None
+    """None: all devices are on this machine."""
     defaults: ModelKeys = ModelKeys()
     models: Annotated[list[NamedModelKeys], Field(min_length=1)]
     devices: Annotated[list[DeviceKeys], Field(min_length=1)]

@@ -111,6 +111,14 @@ def conversations(seed: int) -> Iterator[list[Message]]:
         yield messages
 
 
+def explanations(seed: int) -> Iterator[list[Message]]:
+    """Endless single questions with an answer from a few facts; the same for the same seed."""
+    rng = random.Random(seed)
+    while True:
+        question, answer = _explain(rng)
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def stories(seed: int) -> Iterator[list[Message]]:
     """Endless single questions for a story, with the story; the same for the same seed."""
     rng = random.Random(seed)

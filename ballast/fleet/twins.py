@@ -27,6 +27,8 @@ def twin(base: ModelSettings, adapter: AdapterSettings, devices: Iterable[str]) 
         devices=tuple(devices),
         slo=adapter.slo,
         priority=adapter.priority,
+        guarantee=0,
+        limit=None,
         pinned=False,
         preload=False,
     )

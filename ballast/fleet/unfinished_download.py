@@ -5,6 +5,7 @@ Used where a file of a checkpoint or an adapter is missing or cannot be read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,17 +37,23 @@ def is_lfs_pointer(path: Path) -> bool:
 def _leftovers(directory: Path) -> Iterator[tuple[Path, str]]:
     """Yield each file that a download has not completed, and how that shows."""
     for path in sorted(directory.iterdir()):
-        if path.name.endswith(_PARTIAL):
-            yield path, "is not complete"
-        elif path.is_symlink() and not path.exists():
-            yield path, f"is a link to {os.readlink(path)}, which is not there"
-        elif path.is_file() and is_lfs_pointer(path):
-            yield path, "is a pointer of Git LFS, which `git lfs pull` replaces by the file"
-        elif (
-            path.is_file() and not path.stat().st_size and path.suffix in (".json", ".safetensors")
-        ):
-            yield path, "is empty"
+        with contextlib.suppress(FileNotFoundError):  # a download ends at any moment
+            if (why := _fault_of(path)) is not None:
+                yield path, why
     yield from ((path, "is not complete") for path in _of_the_hub(directory))
+
+
+def _fault_of(path: Path) -> str | None:
+    """Return why a file is not whole; None if it seems to be. Raises FileNotFoundError."""
+    if path.name.endswith(_PARTIAL):
+        return "is not complete"
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which is not there"
+    if path.is_file() and is_lfs_pointer(path):
+        return "is a pointer of Git LFS, which `git lfs pull` replaces by the file"
+    if path.suffix in (".json", ".safetensors") and path.is_file() and not path.stat().st_size:
+        return "is empty"
+    return None
 
 
 def _of_the_hub(directory: Path) -> Iterator[Path]:

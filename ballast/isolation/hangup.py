@@ -12,9 +12,11 @@ _noted = threading.Event()
 
 
 def note_hangup() -> None:
-    """Note SIGHUP from now on, in the main thread; nothing is done elsewhere."""
+    """Note SIGHUP from now on, in the main thread; nothing is done elsewhere. SIGUSR2, which
+    restarts a server, does nothing to one that starts or ends."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, lambda number, frame: _noted.set())
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def take_hangup() -> bool:

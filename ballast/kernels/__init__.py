@@ -17,6 +17,7 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `experts_code`: Compiled router, and the sum of a row's experts.
 - `gpu`: Package: operations on a GPU: protocols, host-made tables, choice of kernels.
 - `intrinsics`: Numba intrinsics: addresses as arrays, atomics, bfloat16, calls by address.
+- `kv_int8_code`: Compiled code that rounds keys and values to int8.
 - `layer`: Operation tables of the kernels in `layer_code`.
 - `layer_code`: Compiled embedding, norms, rotary position, and KV writes.
 - `linear`: Linear layers on CPU with panel-packed weights.

@@ -35,6 +35,7 @@ from ballast.kernels import (
     attention_steps_code,
     attention_table,
     intrinsics,
+    kv_int8_code,
     vector_code,
 )
 from ballast.kernels.attention_intrinsics import exp, float64_field, soft_cap
@@ -48,6 +49,7 @@ from ballast.kernels.attention_steps_code import (
     copy_sums,
     is_staged_code,
     merge,
+    scale_tokens,
     scores_in_place,
     scores_staged,
     softmax,
@@ -70,6 +72,7 @@ from ballast.kernels.attention_table import (
     ORDER,
     PENDING,
     SCALE,
+    SCALES,
     SCRATCH,
     SCRATCH_BYTES,
     SINKS,
@@ -82,10 +85,12 @@ from ballast.kernels.attention_table import (
     TABLES,
     TARGET,
     TILES,
+    TOKEN,
     VALUE,
     VALUE_HEAD,
     VALUE_STEP,
     VALUE_TOKEN,
+    VALUES,
     WINDOW,
     WORKERS,
 )
@@ -94,11 +99,13 @@ from ballast.kernels.intrinsics import (
     digest_of,
     fetch_add,
     float32_at,
+    int8_at,
     int32_at,
     int64_at,
     narrow,
     uint16_at,
 )
+from ballast.kernels.kv_int8_code import quantise_heads
 from ballast.kernels.vector_code import LANES
 
 
@@ -108,7 +115,7 @@ def _attend(table, source, target, kv):
     merge."""
     heads, kv_heads, dim = table[HEADS], table[KV_HEADS], table[HEAD_DIM]
     group = heads // kv_heads
-    values = table[BLOCK_TOKENS] * kv_heads * dim
+    values, scales = table[VALUES], table[SCALES]
     scale = np.float32(float64_field(table, SCALE))
     softcap = np.float32(float64_field(table, SOFTCAP))
     window = table[WINDOW]
@@ -140,6 +147,7 @@ def _attend(table, source, target, kv):
     total = float32_at(place + 4 * all_rows)
     best_all = float32_at(place + 8 * all_rows)
     total_all = float32_at(place + 12 * all_rows)
+    factors = float32_at(place + 16 * all_rows)
 
     while True:
         item = fetch_add(table, NEXT, 1)
@@ -189,6 +197,9 @@ def _attend(table, source, target, kv):
                     scores_in_place(
                         query, item_heads, rows, width, kv, offsets, n, shift, values, score
                     )
+                if scales:
+                    at = table[KV] + scales + 4 * first_head
+                    scale_tokens(score, item_heads, rows, whole, offsets, at, factors)
                 if softcap > ZERO:
                     for r in range(item_heads * rows):
                         soft_cap(score, r * CHUNK, whole, softcap)
@@ -202,6 +213,9 @@ def _attend(table, source, target, kv):
                         for t in range(r * CHUNK + seen, r * CHUNK + whole):
                             score[t] = MASKED
                 softmax(score, best, total, sums, item_heads * rows, whole, width)
+                if scales:
+                    at = table[KV] + values + scales + 4 * first_head
+                    scale_tokens(score, item_heads, rows, whole, offsets, at, factors)
 
                 if staged:
                     for h in range(item_heads):
@@ -282,7 +296,7 @@ def _write(table, keys, values, kv):
     """Write new keys and values into their blocks until no item is left."""
     kv_heads, dim = table[KV_HEADS], table[HEAD_DIM]
     block_tokens = table[BLOCK_TOKENS]
-    step = kv_heads * dim
+    step, apart = table[TOKEN], table[VALUES]
     tiles = int64_at(table[TILES])
     blocks = int32_at(table[TABLES])
     while True:
@@ -295,18 +309,30 @@ def _write(table, keys, values, kv):
             position = tiles[tile + 2] + i
             block = np.int64(blocks[tiles[tile + 3] + position // block_tokens])
             to = block * table[BLOCK_STRIDE] + position % block_tokens * step
+            if table[SCALES]:
+                k, v = token * table[SOURCE_TOKEN], token * table[VALUE_TOKEN]
+                at = table[KV] + to
+                quantise_heads(keys, k, table[SOURCE_HEAD], kv_heads, dim, at)
+                if apart:
+                    quantise_heads(values, v, table[VALUE_HEAD], kv_heads, dim, at + apart)
+                continue
             for h in range(kv_heads):
                 k = token * table[SOURCE_TOKEN] + h * table[SOURCE_HEAD]
                 v = token * table[VALUE_TOKEN] + h * table[VALUE_HEAD]
                 for d in range(dim):
                     kv[to + h * dim + d] = keys[k + d]
-                for d in range(dim):
-                    kv[to + block_tokens * step + h * dim + d] = values[v + d]
+                for d in range(dim if apart else 0):
+                    kv[to + apart + h * dim + d] = values[v + d]
 
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
 _SOURCES = digest_of(
-    attention_intrinsics, attention_steps_code, attention_table, intrinsics, vector_code
+    attention_intrinsics,
+    attention_steps_code,
+    attention_table,
+    intrinsics,
+    kv_int8_code,
+    vector_code,
 )
 
 
@@ -326,6 +352,10 @@ def _entry_points(sources: int) -> dict[str, Any]:
         _ = sources
         _attend(table, float32_at(table[SOURCE]), float32_at(table[TARGET]), uint16_at(table[KV]))
 
+    def attend_float32_over_int8(table):
+        _ = sources
+        _attend(table, float32_at(table[SOURCE]), float32_at(table[TARGET]), int8_at(table[KV]))
+
     def write_float32(table):
         _ = sources
         _write(table, float32_at(table[SOURCE]), float32_at(table[VALUE]), float32_at(table[KV]))
@@ -338,6 +368,7 @@ def _entry_points(sources: int) -> dict[str, Any]:
         "attend_float32_over_float32": attend_float32,
         "attend_bfloat16_over_bfloat16": attend_bfloat16,
         "attend_float32_over_bfloat16": attend_float32_over_bfloat16,
+        "attend_float32_over_int8": attend_float32_over_int8,
         "write_float32": write_float32,
         "write_bfloat16": write_bfloat16,
     }

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from ballast.kernels.attention_table import ALIGNMENT, CHUNK
 from ballast.kernels.vector_code import (
     F32,
+    I8,
     LANES,
     VECTOR,
     broadcast,
@@ -133,7 +134,7 @@ def make_add(n_rows, n_vectors, prefetch):
                 for v in range(n_vectors)
             ]
             totals = [cgutils.alloca_once_value(builder, load(builder, place)) for place in places]
-            line = ALIGNMENT // (4 if kv.type.pointee == F32 else 2)
+            line = ALIGNMENT // {F32: 4, I8: 1}.get(kv.type.pointee, 2)
             with cgutils.for_range_slice(builder, int64(0), n, int64(1)) as (
                 i,
                 _,

@@ -23,11 +23,10 @@ from ballast.kernels.attention_table import (
     BLOCK_STRIDE,
     BLOCK_TOKENS,
     CHUNK,
-    HEAD_DIM,
-    KV_HEADS,
+    TOKEN,
     is_staged,
 )
-from ballast.kernels.intrinsics import widen
+from ballast.kernels.intrinsics import float32_at, widen
 from ballast.kernels.vector_code import LANES
 
 is_staged_code = njit(is_staged)
@@ -48,7 +47,7 @@ def token_offsets(table, blocks, chunk, first, n, offsets):
     Tokens before `first`, and from `n` on, get the offset of the nearest valid token: they are
     computed and then masked, so that no other memory is read.
     """
-    step = table[KV_HEADS] * table[HEAD_DIM]
+    step = table[TOKEN]
     block_tokens, stride = table[BLOCK_TOKENS], table[BLOCK_STRIDE]
     at = (chunk + first) // block_tokens
     inside = chunk + first - at * block_tokens
@@ -229,6 +228,21 @@ def softmax(score, best, total, sums, rows, n, width):
             for d in range(r * width, r * width + width):
                 sums[d] *= shrink
         total[r] += exp_and_sum(score, at, n, best[r])
+
+
+@njit(error_model="numpy")
+def scale_tokens(score, heads, rows, n, offsets, scales, factors):
+    """Multiply scores, or weights, of n tokens by their scales.
+
+    `scales`: address of the first head's scale of the token at offset 0, in bytes as `offsets` are;
+    `factors`: scratch memory, n float32.
+    """
+    for h in range(heads):
+        for t in range(n):
+            factors[t] = float32_at(scales + offsets[t])[h]
+        for r in range(h * rows, h * rows + rows):
+            for t in range(n):
+                score[r * CHUNK + t] *= factors[t]
 
 
 @njit(error_model="numpy")

@@ -62,7 +62,13 @@ PENDING = 27
 SINKS = 28
 """Attend: address of a float32 for each query head, which is one more score of its rows that no
 value belongs to; 0: there are none."""
-N_FIELDS = 29
+VALUES = 29
+"""Elements from a token's K to its V; 0: its V is the beginning of its K."""
+TOKEN = 30
+"""Elements from a token's K to the next token's."""
+SCALES = 31
+"""Bytes from a token's K, in int8, to the scales of its heads, as from its V; 0: there are none."""
+N_FIELDS = 32
 
 NO_WINDOW = 1 << 62
 """Window larger than any context: no window."""
@@ -84,10 +90,10 @@ def row_width(head_dim: int) -> int:
 
 def scratch_bytes(max_rows: int, item_heads: int, head_dim: int) -> int:
     """Bytes of scratch memory of one worker of attend: queries, two times sums, maxima and totals;
-    scores, offsets of tokens; K or V where they have to be padded."""
+    scores, offsets and scales of tokens; K or V where they have to be padded."""
     width, rows = row_width(head_dim), item_heads * max_rows
     padded = CHUNK * width if is_staged(max_rows, head_dim) else 0
-    n_bytes = 4 * (rows * (3 * width + CHUNK + 4) + padded) + 16 * (CHUNK + LANES)
+    n_bytes = 4 * (rows * (3 * width + CHUNK + 4) + CHUNK + padded) + 16 * (CHUNK + LANES)
     return (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 

@@ -8,12 +8,14 @@ files whose functions it calls. Here code of other sources is removed.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +80,26 @@ def keep_only(directory: Path, digest: str) -> None:
 
 
 def compiled(signature: Any, kernel: Any) -> Any:
-    """Compile a C function, or take it from the cache."""
+    """Compile a C function, or take it from the cache; while another process compiles it, wait for
+    that."""
     if is_kept():
         try:
-            return cfunc(signature, cache=True, error_model="numpy")(kernel)
+            with _alone(kernel):
+                return cfunc(signature, cache=True, error_model="numpy")(kernel)
         except OSError as error:  # of the cache: the disk is full by now, say
             log.warning("a kernel is not kept for the next start: %s", error)
     return cfunc(signature, cache=False, error_model="numpy")(kernel)
+
+
+@contextlib.contextmanager
+def _alone(kernel: Any) -> Iterator[None]:
+    """Hold the lock of a kernel, which ends with the process. Raises OSError."""
+    directory = cache_directory()
+    assert directory is not None
+    name = hashlib.sha256(f"{kernel.__module__}.{kernel.__qualname__}".encode()).hexdigest()[:16]
+    with open(directory / f"{name}.lock", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _trial() -> None:

@@ -71,6 +71,7 @@ float32_at = intrinsic(_pointer_to(types.float32))
 uint16_at = intrinsic(_pointer_to(types.uint16))
 int64_at = intrinsic(_pointer_to(types.int64))
 int32_at = intrinsic(_pointer_to(types.int32))
+int8_at = intrinsic(_pointer_to(types.int8))
 
 
 @intrinsic
@@ -82,6 +83,17 @@ def fetch_add(context, table, field, amount):
         return builder.atomic_rmw("add", pointer, arguments[2], "seq_cst")
 
     return types.int64(types.CPointer(types.int64), types.int64, types.int64), generate
+
+
+@intrinsic
+def replace_if_equal(context, table, old, new):
+    """Atomically set the first field of a table to `new` if it is `old`."""
+
+    def generate(ctx, builder, signature, arguments):
+        builder.cmpxchg(*arguments, "seq_cst")
+        return ctx.get_dummy_value()
+
+    return types.void(types.CPointer(types.int64), types.int64, types.int64), generate
 
 
 @intrinsic
@@ -159,15 +171,17 @@ def float_of(context, bits):
 
 @intrinsic
 def widen(context, element):
-    """float32 or bfloat16 as float32, exactly."""
+    """float32, bfloat16 or int8 as float32, exactly."""
     if element == types.float32:
         return types.float32(types.float32), lambda ctx, builder, signature, arguments: arguments[0]
 
     def generate(ctx, builder, signature, arguments):
+        if element == types.int8:
+            return builder.sitofp(arguments[0], _F32)
         bits = builder.shl(builder.zext(arguments[0], _I32), ir.Constant(_I32, 16))
         return builder.bitcast(bits, _F32)
 
-    return types.float32(types.uint16), generate
+    return types.float32(element), generate
 
 
 @intrinsic
@@ -188,3 +202,29 @@ def narrow(context, value, like):
         return builder.select(is_nan, ir.Constant(_I16, 0x7FC0), top)
 
     return types.uint16(types.float32, types.uint16), generate
+
+
+@intrinsic
+def magnitude(context, value):
+    """The bits of |float32 `value`|, which order as the magnitudes do, NaN beyond infinity."""
+
+    def generate(ctx, builder, signature, arguments):
+        bits = builder.and_(builder.bitcast(arguments[0], _I32), ir.Constant(_I32, 0x7FFFFFFF))
+        return builder.zext(bits, _I64)
+
+    return types.int64(types.float32), generate
+
+
+@intrinsic
+def rounded_int8(context, value):
+    """float32 `value`, not NaN, rounded to the nearest of -127 .. 127, ties to even."""
+
+    def generate(ctx, builder, signature, arguments):
+        kind = ir.FunctionType(_F32, [_F32])
+        rint = cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32")
+        found = builder.call(rint, [arguments[0]])
+        for sign, bound in (("<", ir.Constant(_F32, 127.0)), (">", ir.Constant(_F32, -127.0))):
+            found = builder.select(builder.fcmp_ordered(sign, found, bound), found, bound)
+        return builder.trunc(builder.fptosi(found, _I32), ir.IntType(8))
+
+    return types.int8(types.float32), generate

@@ -4,7 +4,8 @@ Also converts rows for a library's kernels (narrow) and takes their results back
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
 work through the counter NEXT (see `attention_table.py`). Activations are float32; weights and KV
-are float32 or bfloat16. An item is some rows (tokens); a row's result depends on that row alone.
+are float32 or bfloat16, KV int8 as well. An item is some rows (tokens); a row's result depends on
+that row alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -26,6 +27,7 @@ from ballast.kernels.intrinsics import (
     uint16_at,
     widen,
 )
+from ballast.kernels.kv_int8_code import quantise_heads
 
 # Fields of all tables.
 NEXT = 0
@@ -72,10 +74,12 @@ VALUES = 19
 WHOLE = 20
 """Whether the norms are of all heads of the queries, and of the keys, together, with a weight for
 each element; 0: each head is normed by itself, all with the same weights."""
+SCALES = 21
+"""Whether KV is in int8 with scales: KV and PLACES are then in bytes."""
 # Fields of embedding and landing tables.
-SCALE = 21
+SCALE = 22
 """Bits of float32: `embed_scaled` and `land` multiply by it."""
-N_FIELDS = 22
+N_FIELDS = 23
 
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 """For sums alone: elsewhere the compiler has several versions of a loop, which must not differ."""
@@ -200,6 +204,11 @@ def _rotary(table, kv, query_weight, key_weight):
             for h in range(heads + kv_heads):
                 _rotate(x, queries + h * dim, half, cosine, sine, angle)
             to = places[row]
+            if table[SCALES] != 0:
+                at = table[KV] + to
+                quantise_heads(x, keys, dim, kv_heads, dim, at)
+                quantise_heads(x, values, dim, kv_heads, dim, at + table[VALUES])
+                continue
             for d in range(kv_heads * dim):
                 kv[to + d] = narrow(x[keys + d], kv[0])
             to += table[VALUES]

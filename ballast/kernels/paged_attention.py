@@ -3,13 +3,14 @@
 Used by the CPU models. One `PagedBatch` per job prepares tables that all layers share; per layer,
 `write` stores the new keys and values in their blocks and `attend` reads the blocks in place. It
 neither allocates nor moves blocks: tables come with the job. Queries of a chunk see the cached
-prefix and, causally, the chunk itself, as far back as a window reaches. float32 and bfloat16,
-grouped-query attention, soft-capped scores, float32 accumulation. `attend_tables` prepares all
-layers at once, for a caller that runs the kernel as one operation among others.
+prefix and, causally, the chunk itself, as far back as a window reaches. float32 and bfloat16, over
+KV of int8 as well (`kv_int8_code`), grouped-query attention, soft-capped scores, float32
+accumulation. `attend_tables` prepares all layers at once, for a caller that runs the kernel as one
+operation among others.
 
-The block-major layout, and the term *block*, are those of `kv/layout.py`:
-(blocks, layers, 2, block_tokens, kv_heads, head_dim), with a stride of its own between blocks, and
-one between layers where these lie apart (`kv/layered.py`).
+The layout, and the term *block*, are those of `kv/layout.py`: (blocks, layers, 2, block_tokens,
+kv_heads, head_dim), with a stride of its own between blocks; in int8 a token's heads are
+followed by their scales.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from ballast.core.errors import BrokenPromise
+from ballast.core.model import KV_SCALE_BYTES
 from ballast.kernels import attention_code, team
 from ballast.kernels import attention_table as fields
 from ballast.kernels.attention import AttentionParams
@@ -40,14 +42,19 @@ WRITE_TOKENS = 32
 """Tokens written per item."""
 ALONE = 1 << 15
 """Elements up to which the calling thread writes alone: waking others would cost more."""
+WRITTEN: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.float32: (torch.float32,),
+    torch.bfloat16: (torch.bfloat16,),
+    torch.int8: (torch.float32, torch.bfloat16),
+}
+"""Dtypes of the keys and values that are written into KV of a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvArray:
     """Address and layout of a model's KV cache; never touches its memory.
 
-    `base`: address; `block_stride`: elements from a block to the next; `apart`: bytes from a layer
-    to the next in one block, None: layers of a block are contiguous.
+    `base`: address; `block_stride`: elements from a block to the next.
     """
 
     base: int
@@ -57,17 +64,38 @@ class KvArray:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    apart: int | None = None
+    offsets: tuple[int, ...] = ()
+    """Bytes from `base` to K of each layer in block 0; empty: layers lie one after the other."""
+    latent: bool = False
+    """Whether a token's V is the beginning of its K, which alone is kept."""
+    groups: tuple[int, ...] = ()
+    """Group of each layer, whose blocks hold it; empty: all layers are in each block."""
+    n_groups: int = 1
 
     @property
-    def layer_stride(self) -> int:
-        """Bytes from a layer to the next in one block."""
-        return self.layer_bytes if self.apart is None else self.apart
+    def scales(self) -> int:
+        """Bytes from a token's K to the scales of its heads; 0: it has none."""
+        return self.kv_heads * self.head_dim if self.dtype == torch.int8 else 0
+
+    @property
+    def token(self) -> int:
+        """Elements from a token's K to the next token's."""
+        scales = KV_SCALE_BYTES * self.kv_heads if self.scales else 0
+        return self.kv_heads * self.head_dim + scales
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of K and V of one layer in one block."""
-        return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return (2 - self.latent) * self.block_tokens * self.token * self.dtype.itemsize
+
+    @property
+    def values(self) -> int:
+        """Elements from a token's K to its V."""
+        return 0 if self.latent else self.block_tokens * self.token
+
+    def layer_address(self, layer: int) -> int:
+        """Return the address of K of a layer in block 0."""
+        return self.base + (self.offsets[layer] if self.offsets else layer * self.layer_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +109,13 @@ class LayerPlaces:
     unit: int
     """Bytes that divide all offsets, the stride of blocks and that of layers."""
 
-    def tables(self, kv: KvArray, tables: Array) -> Array:
-        """Return the block tables of each layer, in units from block 0: int32 (layers, entries)."""
-        stride = kv.block_stride * kv.dtype.itemsize
-        if self.unit % kv.dtype.itemsize or (stride | kv.layer_stride) % self.unit:
+    def tables(self, tables: Array, stride: int, layer_bytes: int, n_layers: int) -> Array:
+        """Return the block tables of each layer, in units from block 0: int32 (layers, entries).
+
+        `stride`: bytes from a block to the next; `layer_bytes`: of a layer's part of a block."""
+        if (stride | layer_bytes) % self.unit:
             raise BrokenPromise(f"blocks of {stride} bytes are not in units of {self.unit}")
-        layers = np.arange(kv.n_layers, dtype=np.int64)[:, None] * (kv.layer_stride // self.unit)
+        layers = np.arange(n_layers, dtype=np.int64)[:, None] * (layer_bytes // self.unit)
         found = tables.astype(np.int64) * (stride // self.unit) + layers
         away = np.flatnonzero(tables < 0)
         order = np.argsort(self.blocks)
@@ -101,8 +130,8 @@ class PagedBatch:
     """The sequences of one job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
 
     The batch's rows are these tokens in order, T = sum(counts). `tables[i]` are the blocks of
-    sequence i, which cover positions 0 .. starts[i] + counts[i] - 1. Raises BrokenPromise if they
-    do not.
+    sequence i, which cover positions 0 .. starts[i] + counts[i] - 1; in turn of each group, if the
+    KV has several. Raises BrokenPromise if they do not.
     """
 
     def __init__(
@@ -120,10 +149,17 @@ class PagedBatch:
         self.n_tokens = sum(counts)
         group = heads // kv.kv_heads
         self.tables = np.concatenate([np.asarray(t, np.int32) for t in tables])
-        self._layer_tables = None if places is None else places.tables(kv, self.tables)
+        if kv.n_groups > 1:
+            self.tables = np.ascontiguousarray(self.tables.reshape(-1, kv.n_groups).T)
+        """Block tables, one after the other; of each group, (groups, entries), if there are
+        several."""
+        item, self._layer_tables = kv.dtype.itemsize, None
         """Tables to attend with, in units of `_unit` elements from block 0; None: `tables`."""
-        self._unit = kv.block_stride if places is None else places.unit // kv.dtype.itemsize
-        sizes = [len(t) for t in tables]
+        if places is not None:
+            sizes_of_blocks = (kv.block_stride * item, kv.layer_bytes, kv.n_layers)
+            self._layer_tables = places.tables(self.tables, *sizes_of_blocks)
+        self._unit = kv.block_stride if places is None else places.unit // item
+        sizes = [len(t) // kv.n_groups for t in tables]
         for start, count, size in zip(starts, counts, sizes, strict=True):
             if count < 1 or start < 0 or start + count > size * kv.block_tokens:
                 raise BrokenPromise(
@@ -157,35 +193,39 @@ class PagedBatch:
         self._attend[fields.ORDER] = self._order.ctypes.data
         self._attend[fields.PENDING] = self._pending.ctypes.data
         self._writers = 1 if self.n_tokens * kv.kv_heads * kv.head_dim <= ALONE else 1 << 16
+        self._tables_at = self.tables.ctypes.data
         # The address of an array costs a microsecond to ask for.
         self._attend_at, self._write_at = self._attend.ctypes.data, self._write.ctypes.data
         self._attend_float64 = self._attend.view(np.float64)
-        self._write_code = _kernel(f"write_{_NAMES[kv.dtype]}")
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """As `Attention.write`."""
-        self._check(key, self.kv.kv_heads)
-        self._check(value, self.kv.kv_heads)
+        self._check(key, self.kv.kv_heads, WRITTEN[self.kv.dtype])
+        if not self.kv.latent:
+            self._check(value, self.kv.kv_heads, (key.dtype,))
         table = self._write
         table[fields.NEXT] = 0
-        table[fields.KV] = self.kv.base + layer * self.kv.layer_stride
+        table[fields.KV] = self.kv.layer_address(layer)
+        table[fields.TABLES] = self._tables_of(layer)
         table[fields.SOURCE] = key.data_ptr()
         table[fields.SOURCE_TOKEN], table[fields.SOURCE_HEAD] = key.stride()[:2]
         table[fields.VALUE] = value.data_ptr()
         table[fields.VALUE_TOKEN], table[fields.VALUE_HEAD] = value.stride()[:2]
-        team.run(self._write_code, self._write_at, min(self._writers, len(self._write_tiles)))
+        code = _kernel(f"write_{_NAMES[key.dtype]}")
+        team.run(code, self._write_at, min(self._writers, len(self._write_tiles)))
 
     def attend(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, params: AttentionParams
     ) -> None:
         """As `Attention.attend`; `query` and `out` are of the KV's dtype, or both float32."""
-        self._check(query, self.heads, torch.float32)
+        self._check(query, self.heads, (torch.float32, self.kv.dtype))
         if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
             raise BrokenPromise("attention's output is not like its query, and contiguous")
         table = self._attend
         table[fields.NEXT] = table[fields.WORKERS] = 0
         if self._layer_tables is None:
-            table[fields.KV] = self.kv.base + layer * self.kv.layer_stride
+            table[fields.KV] = self.kv.layer_address(layer)
+            table[fields.TABLES] = self._tables_of(layer)
         else:
             table[fields.KV], table[fields.BLOCK_STRIDE] = self.kv.base, self._unit
             table[fields.TABLES] = self._layer_tables[layer].ctypes.data
@@ -226,7 +266,8 @@ class PagedBatch:
         tables[:] = self._attend
         tables[:, fields.NEXT] = tables[:, fields.WORKERS] = 0
         if self._layer_tables is None:
-            tables[:, fields.KV] = kv.base + np.arange(kv.n_layers) * kv.layer_stride
+            tables[:, fields.KV] = [kv.layer_address(i) for i in range(kv.n_layers)]
+            tables[:, fields.TABLES] = [self._tables_of(i) for i in range(kv.n_layers)]
         else:
             row = self._layer_tables.strides[0]
             tables[:, fields.KV], tables[:, fields.BLOCK_STRIDE] = kv.base, self._unit
@@ -240,10 +281,14 @@ class PagedBatch:
         floats[:, fields.SOFTCAP] = softcap
         return _attend_kernel(dtype, kv.dtype), tables
 
-    def _check(self, given: torch.Tensor, heads: int, other: torch.dtype | None = None) -> None:
+    def _tables_of(self, layer: int) -> int:
+        """Return the address of the block tables of a layer's group."""
+        group = self.kv.groups[layer] if self.kv.groups else 0
+        return int(self._tables_at + group * self.tables.strides[0] * (self.tables.ndim - 1))
+
+    def _check(self, given: torch.Tensor, heads: int, dtypes: Sequence[torch.dtype]) -> None:
         shape = (self.n_tokens, heads, self.kv.head_dim)
-        fits = given.dtype == self.kv.dtype or given.dtype == other
-        if given.shape != shape or not fits or given.stride(2) != 1:
+        if given.shape != shape or given.dtype not in dtypes or given.stride(2) != 1:
             raise BrokenPromise(
                 f"attention got {given.dtype} {tuple(given.shape)} {given.stride()}; "
                 f"the batch is {self.kv.dtype} {shape}"
@@ -259,15 +304,18 @@ class PagedBatch:
         table[fields.HEADS] = self.heads
         table[fields.KV_HEADS] = self.kv.kv_heads
         table[fields.HEAD_DIM] = self.kv.head_dim
+        table[fields.VALUES] = self.kv.values
+        table[fields.TOKEN], table[fields.SCALES] = self.kv.token, self.kv.scales
         return table
 
 
 def warm_up(dtype: torch.dtype | None = None) -> None:
-    """Compile the kernels for a KV cache of `dtype`, or of both, unless Numba's cache has them."""
-    for kind in _NAMES if dtype is None else (dtype,):
-        for rows in {kind, torch.float32}:
+    """Compile the kernels for a KV cache of `dtype`, or of all, unless Numba's cache has them."""
+    for kind in WRITTEN if dtype is None else (dtype,):
+        for rows in {torch.float32, kind} - {torch.int8}:
             _attend_kernel(rows, kind)
-        _kernel(f"write_{_NAMES[kind]}")
+        for rows in WRITTEN[kind]:
+            _kernel(f"write_{_NAMES[rows]}")
 
 
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
@@ -308,7 +356,7 @@ def _item_heads(entries: int, kv_heads: int, rows: int, threads: int) -> int:
     return 1
 
 
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 _compiling = threading.Lock()
 
 

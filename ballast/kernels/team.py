@@ -48,7 +48,6 @@ def run(kernel: int, arguments: int, workers: int) -> None:
 
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_Question = ctypes.CFUNCTYPE(ctypes.c_int)
 _compiling = threading.Lock()
 
 
@@ -70,7 +69,7 @@ class Program:
 
         The caller must reset the counters in the operations' own tables before each run.
         """
-        self._table[program_code.ARRIVED] = 0
+        self._table[program_code.PROGRESS] = 0
         run(self._kernel, self._address, workers)
 
 
@@ -84,7 +83,7 @@ def program_kernel() -> int:
 def program_tables(operations: Array) -> Array:
     """int64 (programs, fields) for `operations` (programs, n, 2) that outlive them: as Program has.
 
-    Before each run ARRIVED has to be set to 0.
+    Before each run PROGRESS has to be set to 0.
     """
     # Rows are two cache lines long: no counter of arrivals shares one with anything else.
     count = len(operations)
@@ -93,7 +92,6 @@ def program_tables(operations: Array) -> Array:
     tables = raw[skip : skip + count * program_code.N_FIELDS].reshape(count, program_code.N_FIELDS)
     tables[:, program_code.OPERATIONS] = rows_of(operations)
     tables[:, program_code.N_OPERATIONS] = operations.shape[1]
-    tables[:, program_code.TEAM_SIZE] = address_in_openmp("omp_get_num_threads")
     tables[:, program_code.YIELD] = address_in_openmp("sched_yield")
     return tables
 
@@ -151,10 +149,4 @@ def _region() -> Region | None:
 @functools.cache
 def address_in_openmp(name: str) -> int:
     """Return the address of a C function `int (void)` of PyTorch's OpenMP, or of the C library."""
-    if _region() is None and name == "omp_get_num_threads":
-        _alone.append(_Question(lambda: 1))
-        return ctypes.cast(_alone[-1], ctypes.c_void_p).value or 0
     return ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value or 0
-
-
-_alone: list[Any] = []

@@ -30,6 +30,7 @@ F32 = ir.FloatType()
 I64 = ir.IntType(64)
 I32 = ir.IntType(32)
 I16 = ir.IntType(16)
+I8 = ir.IntType(8)
 
 VECTOR = ir.VectorType(F32, LANES)
 
@@ -46,10 +47,14 @@ def element(builder, pointer, *offsets):
 
 
 def load(builder, pointer):
-    """Load a vector of float32 from an element on: float32, or bfloat16 widened exactly."""
+    """Load a vector of float32 from an element on: float32, or bfloat16 or int8 widened exactly."""
     kind = pointer.type.pointee
     if kind == F32:
         return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+    if kind == I8:
+        small = ir.VectorType(I8, LANES)
+        whole = builder.load(builder.bitcast(pointer, small.as_pointer()), align=1)
+        return builder.sitofp(whole, VECTOR)
     bits = ir.VectorType(I16, LANES)
     halves = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=2)
     wide = ir.VectorType(I32, LANES)

@@ -1,12 +1,11 @@
 """Back slabs of a KV cache with pages: of the device's window by number, or mapped in a range.
 
-Used by `BlockBooks`, the base of `KvCache`. Chooses no blocks and evicts nothing: if pages are
+Used by `BlockBook`. Chooses no blocks and evicts nothing: if pages are
 short it changes nothing and returns None.
 
 `PageBacking` is the usual one: a slab is a page, its index is the page's number, and blocks are
 found in the window. It makes no page-table call. `RangeBacking` has addresses of its own, into
-which pages are mapped: for slabs of several pages, which need not be neighbours, and, extended by
-`LayeredBacking`, for layers that share pages.
+which pages are mapped: for slabs of several pages, which need not be neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 
 from ballast.core.actions import Short
-from ballast.core.errors import BrokenPromise, ConfigError, DeviceError
+from ballast.core.change_counter import ChangeCounter
+from ballast.core.errors import BrokenPromise, ConfigError
+from ballast.core.model import ModelSpec
+from ballast.core.units import ceil_div
 from ballast.kv.layout import Layout
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
@@ -25,6 +27,47 @@ from ballast.memory.vm import Range, Vm
 
 _MOST_BLOCKS = 1 << 31
 """Block tables are int32."""
+
+
+class PageBounds:
+    """Bounds on the pages of the pool that a cache's growth may reach; None: no bound. They free
+    nothing: the engine evicts what lies beyond them."""
+
+    def __init__(self, freed: ChangeCounter) -> None:
+        """`freed`: as of `BlockBook`."""
+        self.freed = freed
+        self.version = ChangeCounter()
+        """Counts changes of the cache's contents and bounds; the parts of a model share one."""
+        self.bound: int | None = None
+        """Set by construction."""
+        self.cap: int | None = None
+        """Set by the fleet file."""
+        self.floor = 0
+        """Pages that are guaranteed to the cache; no others ever get them."""
+        self._limit: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Set by the policy."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, pages: int | None) -> None:
+        self.version.n += 1
+        self.freed.n += 1
+        self._limit = pages
+
+    @property
+    def most(self) -> int | None:
+        """The least of all bounds."""
+        bounds = (self._limit, self.bound, self.cap)
+        return min((b for b in bounds if b is not None), default=None)
+
+    def keep_between(self, floor: int, cap: int | None) -> None:
+        """Set guarantee and cap; `limit` stays as far above the former."""
+        if (floor, cap) != (self.floor, self.cap):
+            self.limit = None if self._limit is None else self._limit + floor - self.floor
+            self.floor, self.cap = floor, cap
 
 
 class Backing(ABC):
@@ -40,20 +83,18 @@ class Backing(ABC):
         self.slots: list[int] = []
         """Pages of the pool, counted in `pages`, that back no slab but the slots of staged
         blocks."""
-        self.limit: int | None = None
-        self.bound: int | None = None
-        """Upper bounds on pages of the pool: `limit` set by the policy, `bound` by construction
-        (None: unbounded). Lowering them releases nothing."""
+        self.bounds = PageBounds(pool.freed)
         self._pool = pool
-
-    @property
-    def most(self) -> int | None:
-        return min((b for b in (self.limit, self.bound) if b is not None), default=None)
 
     @property
     @abstractmethod
     def addresses(self) -> Range:
         """Addresses in which block `b` begins at `base + b * layout.stride_bytes`."""
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Slabs that `back` could back now, unless the operating system refuses."""
 
     @abstractmethod
     def back(self, n: int) -> list[int] | None:
@@ -113,8 +154,8 @@ class Backing(ABC):
     @property
     def _room(self) -> int:
         """Pages that could be allocated from the pool now, within the limit."""
-        room = self._pool.available(self.owner)
-        return room if self.most is None else max(0, min(room, self.most - self.pages))
+        room, most = self._pool.available(self.owner), self.bounds.most
+        return room if most is None else max(0, min(room, most - self.pages))
 
 
 class PageBacking(Backing):
@@ -139,6 +180,10 @@ class PageBacking(Backing):
     @property
     def addresses(self) -> Range:
         return self._vm.window
+
+    @property
+    def room(self) -> int:
+        return self._room + (0 if self._borrower is None else self._borrower.unused)
 
     def back(self, n: int) -> list[int] | None:
         own = min(n, self._room)
@@ -222,7 +267,7 @@ class RangeBacking(Backing):
         super().__init__(owner, layout, pool)
         self._most_slabs = max(1, n_slabs)
         # A pool smaller than one slab still gets a range; growth is Short for ever.
-        self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.range_bytes)
+        self.range = BackedRange(pool, vm, owner, self._most_slabs * layout.slab_bytes)
         self._vacant: list[int] = []
         """Heap of unbacked slabs below `_end`; no slab from `_end` on is backed."""
         self._end = 0
@@ -231,21 +276,22 @@ class RangeBacking(Backing):
     def addresses(self) -> Range:
         return self.range.range
 
+    @property
+    def room(self) -> int:
+        left = len(self._vacant) + self._most_slabs - self._end
+        return min(self._room // self.layout.slab_pages, left)
+
     def back(self, n: int) -> list[int] | None:
-        if n > self._room // self.layout.slab_pages:
+        if n > self.room:
             return None
-        if n > len(self._vacant) + self._most_slabs - self._end:
-            return None
-        indices = self._claim(n)
+        indices, done = self._claim(n), False
         try:
-            done = self._map(indices)
-        except DeviceError:
-            self._undo(indices)
-            raise
-        if not done:
-            self._undo(indices)
-            return None
-        return indices
+            done = self.range.back_many(self._runs(indices)) is None
+        finally:
+            if not done:
+                self._vacate(indices)
+        self.pages += done * n * self.layout.slab_pages
+        return indices if done else None
 
     def back_at_home(self) -> int | None:
         indices = self.back(1)
@@ -277,24 +323,11 @@ class RangeBacking(Backing):
                 f"{self.owner}: the pool counts {self._pool.ledger.owned(self.owner)}"
             )
         self.range.validate()
-        self._validate_indices(backed)
-
-    def close(self) -> None:
-        self.range.close()
-
-    def _validate_indices(self, backed: Set[int]) -> None:
         if sorted([*backed, *self._vacant]) != list(range(self._end)):
             raise BrokenPromise(f"{self.owner}: a slab is lost")
 
-    def _map(self, indices: Sequence[int]) -> bool:
-        if self.range.back_many(self._runs(indices)) is not None:
-            return False
-        self.pages += len(indices) * self.layout.slab_pages
-        return True
-
-    def _undo(self, indices: Sequence[int]) -> None:
-        """Make slabs vacant again of which none, or not all, could be backed."""
-        self._vacate(indices)
+    def close(self) -> None:
+        self.range.close()
 
     def _claim(self, n: int) -> list[int]:
         """Take the lowest `n` unbacked slabs out of the vacant ones; return them, ascending."""
@@ -308,9 +341,9 @@ class RangeBacking(Backing):
         for index in indices:
             heapq.heappush(self._vacant, index)
 
-    def _runs(self, indices: Sequence[int], pages: int = 0) -> list[tuple[int, int]]:
-        """Return maximal runs `(page, pages)` of ascending slabs; `pages` per slab, 0: all."""
-        pages = pages or self.layout.slab_pages
+    def _runs(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Return maximal runs `(page, pages)` of ascending slabs."""
+        pages = self.layout.slab_pages
         runs: list[tuple[int, int]] = []
         for index in indices:
             at = index * pages
@@ -319,3 +352,22 @@ class RangeBacking(Backing):
             else:
                 runs.append((at, pages))
         return runs
+
+
+def backing_of(
+    spec: ModelSpec, pool: Pool, vm: Vm, capacity_blocks: int | None, borrower: Borrower | None
+) -> Backing:
+    """Choose how a model's cache is backed. Arguments as of `KvCache`."""
+    layout = Layout.of(spec, vm.page_bytes)
+    owner = f"kv:{spec.name}"
+    n_slabs = pool.total // layout.slab_pages
+    if capacity_blocks is not None:
+        n_slabs = min(n_slabs, ceil_div(capacity_blocks, layout.blocks_per_slab))
+    backing: Backing
+    if layout.slab_pages == 1:
+        backing = PageBacking(owner, layout, pool, vm, borrower)
+    else:
+        backing = RangeBacking(owner, layout, pool, vm, n_slabs)
+    if capacity_blocks is not None:
+        backing.bounds.bound = n_slabs * layout.slab_pages
+    return backing

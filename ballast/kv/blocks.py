@@ -1,73 +1,212 @@
 """Manage one model's paged KV cache on one device: allocate, cache, free and compact blocks.
 
 `KvCache` is what the engine uses, live and in virtual time; `ModelState` holds one for each model.
-A block is *used* (in at least one block table), *cached* (in no table, but holding a prefix that
-may match again) or free. Slabs of blocks are backed by pages of the pool when a table grows, and
-their pages are released as soon as no block of the slab is used or cached. Never touches KV bytes
+It allocates and grows block tables, with automatic prefix caching; its parts count, bound, stage
+and borrow. Running out of pages is a result (`Short`), never an exception. Never touches KV bytes
 itself: blocks are moved by a callable that the caller passes in.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence, Set
 
+from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
-from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
-from ballast.kv import compaction
-from ballast.kv.slabs import Slab
+from ballast.kv import compaction, windows
+from ballast.kv.backing import PageBacking, backing_of
+from ballast.kv.book import BlockBook
+from ballast.kv.borrowed import BorrowedBlocks
+from ballast.kv.counts import BlockCounts
+from ballast.kv.prefix import NamedBlock
+from ballast.kv.prefixes import CachedPrefixes
 from ballast.kv.staging import BlockStaging
+from ballast.kv.windows import GONE
+from ballast.memory.lending.borrower import Borrower
+from ballast.memory.pool import Pool
+from ballast.memory.vm import Vm
 
 
-class KvCache(BlockStaging):
+class KvCache:
     """KV cache of one model. It owns its pages in the pool as ``kv:NAME``.
 
-    Callers must not free, drop, compact or clear blocks that a job in flight uses.
+    Block tables are lists of block numbers owned by the caller; each entry counts as one reference
+    to its block. Their methods cost O(1) for each block, plus the operating system's time to map
+    and unmap pages. Callers must not free, compact or clear blocks that a job in flight uses.
     """
 
-    # -- giving memory up -------------------------------------------------------------------------
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: Pool,
+        vm: Vm,
+        *,
+        prefix: bool = True,
+        move: Callable[[int, int], None] | None = None,
+        capacity_blocks: int | None = None,
+        borrower: Borrower | None = None,
+        host_blocks: int = 0,
+    ) -> None:
+        """`prefix`: whether prefixes are cached. `move(source, target)` copies one block's bytes;
+        None in virtual time, where there are none. `capacity_blocks` is a permanent bound, in
+        whole slabs; None: the cache may take all pages of the pool. `borrower` holds pages of
+        other devices, which back slabs of one page where the pool is short. `host_blocks`: most
+        blocks that can be staged, in host memory."""
+        backing = backing_of(spec, pool, vm, capacity_blocks, borrower)
+        self.book = book = BlockBook(spec, backing, prefix, host_blocks)
+        """State that the parts share."""
+        book.move = move
+        self.spec, self.owner, self.layout = spec, book.owner, book.layout
+        self.staged = book.staged
+        self.bounds = backing.bounds
+        self.addresses = backing.addresses
+        """Addresses in which blocks lie: the device's window, or a range of the cache's own."""
+        self.in_window = isinstance(backing, PageBacking)
+        """Whether blocks lie in the device's window, whose addresses are always mapped."""
+        self.base = self.addresses.base
+        """Address of block 0; never changes."""
+        self.counts = BlockCounts(book)
+        self.prefixes = CachedPrefixes(book)
+        self.borrowed = BorrowedBlocks(book)
+        self.staging = BlockStaging(book, self.grow)
 
-    def drop_cached(self, pages: int, *, spare: Collection[int] = ()) -> int:
-        """Forget cached prefixes until `pages` are freed or no more can be; return pages freed.
+    def block_address(self, block: int) -> int:
+        return self.base + block * self.layout.stride_bytes
 
-        Slabs of tenants with more than their share of the cached ones go first, among these and
-        among the others the least recently used; slabs on borrowed pages last, slabs with a block
-        of `spare` never. Prefixes in slabs in use stay: forgetting them would free no page.
+    @property
+    def pages(self) -> int:
+        """Pages of the pool that back blocks now."""
+        return self.book.backing.pages
+
+    # -- tables -----------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """Return a new table of the longest cached prefix: whole blocks, never the last token.
+
+        The caller owns its references and must `free` them.
         """
-        if self._fixed:
-            return 0
-        self.version.n += 1
-        spared = {block // self._size for block in spare}
-        idle: Iterable[Slab] = self._slabs.to_drop(spared)
-        if self._backing.abroad:
-            idle = sorted(idle, key=lambda slab: slab.index in self._backing.abroad)
-        dropped = list(islice(idle, max(0, ceil_div(pages, self.layout.slab_pages))))
-        for slab in dropped:
-            self._drop(slab)
-        return self._give_back(dropped)
+        return self._match(tokens, salt)[0]
 
-    def scrub(self, tenant: str | None) -> int:
-        """Forget the cached prefixes of a tenant (None: of all) that no request uses; return their
-        number of blocks."""
-        if self._prefix is None:
-            return 0
-        self.version.n += 1
-        emptied: list[Slab] = []
-        n = 0
-        for slab in list(self._slabs.of.values()):
-            prefix = self._prefix
-            lost = [b for b in slab.cached if tenant is None or prefix.tenant(b) == tenant]
-            if not lost:
+    def _match(self, tokens: Sequence[int], salt: str) -> tuple[list[int], list[int]]:
+        """Return the table of `match`, and since when each block of it that nobody else uses was
+        cached (`Slab.since`)."""
+        book, again = self.book, list[int]()
+        if book.prefix is None:
+            return [], again
+        self.book.version.n += 1
+        found = book.prefix.find(tokens, salt)
+        refs, slabs = book.refs, book.slabs
+        for block in found:
+            if block == GONE:
                 continue
-            n += len(lost)
-            self._forget(lost)
-            self._slabs.uncache(slab, lost)
-            if not slab.occupied:
-                emptied.append(slab)
-        self._give_back(emptied)
-        return n
+            n = refs.get(block, 0)
+            refs[block] = n + 1
+            if n == 1:
+                book.shared += 1
+            elif n == 0:
+                slab = slabs.home(block)
+                again.append(slab.since)
+                del slab.cached[block]
+                slab.used += 1
+                slabs.settle(slab, touched=True)
+        self.prefixes.asked_tokens += len(tokens)
+        self.prefixes.hit_tokens += book.tokens(found)
+        return found, again
+
+    def grow(
+        self, blocks: list[int], n_tokens: int, computed: int = 0, *, ahead: bool = False
+    ) -> Short | None:
+        """Extend a table to cover `n_tokens`, or change nothing and return the shortage.
+
+        Groups with a window get blocks from `computed` on; `ahead`: as far as the window alone.
+
+        Free blocks of partly used slabs come first, then new slabs. Where the pool or the limit is
+        short, the model's own cached prefixes are re-used for the rest. `Short.pages` is
+        `BlockCounts.pages_for` the growth; free pages are not deducted.
+        """
+        places = None
+        if self.spec.kv_windows:
+            places = windows.lacking(self.spec, blocks, n_tokens, computed, ahead=ahead)
+            n = len(places)
+        else:
+            n = ceil_div(n_tokens, self.spec.block_tokens) - len(blocks)
+        if n <= 0:
+            return None
+        self.book.version.n += 1
+        book, slabs = self.book, self.book.slabs
+        missing = ceil_div(n - slabs.free, book.size)
+        if missing > 0:
+            beyond = n - slabs.at_hand - len(slabs.idle) * book.size
+            fresh = max(ceil_div(beyond, book.size), min(missing, book.backing.room))
+            if fresh > 0 and not book.back(fresh):
+                return Short(self.counts.pages_for(n), max(0, n - slabs.at_hand))
+        if n > slabs.free:
+            book.lose(slabs.sacrifice(n - slabs.free))
+        new_blocks = slabs.allocate(n)
+        book.refs.update(dict.fromkeys(new_blocks, 1))
+        if places is None:
+            blocks += new_blocks
+        else:
+            windows.fill(self.spec, blocks, places, new_blocks)
+        return None
+
+    def admit(
+        self, n_tokens: int, prefix: Sequence[int], salt: str = ""
+    ) -> tuple[list[int], int] | Short:
+        """Return a new table for `n_tokens`, and how many of them have KV already: the longest
+        cached prefix of `prefix`. Or return the shortage of `grow`: then no block has changed its
+        state and `freed` is unchanged, but the look-up counts in the prefixes' tokens.
+        """
+        blocks, again = self._match(prefix, salt)
+        cached = self.book.tokens(blocks)
+        short = self.grow(blocks, n_tokens, cached, ahead=True)
+        survival = self.book.slabs.survival
+        if short is None:
+            for since, n in Counter(again).items():
+                survival.used(since, n)
+            return blocks, cached
+        now = survival.now
+        self.book.release(blocks)
+        survival.now = now
+        return short
+
+    def free(self, blocks: Sequence[int], *, surrender: bool = False) -> None:
+        """Drop a table's references. Blocks that hold a prefix stay cached, others become free.
+
+        `surrender` (for preemption): also forget cached prefixes in slabs that are no longer used,
+        so that their pages become free at once. The list itself is not changed.
+        """
+        self.book.version.n += 1
+        self.book.freed.n += bool(blocks)
+        self.book.release(blocks, surrender)
+
+    def remember(
+        self,
+        tokens: Sequence[int],
+        blocks: list[int],
+        computed: int,
+        salt: str = "",
+        tenant: str = "",
+    ) -> list[NamedBlock]:
+        """Add a table's full blocks to the prefix cache, in the share of `tenant`; KV exists for
+        `tokens[:computed]`. Returns the blocks that were added. Blocks behind the windows of all
+        their layers leave the table.
+
+        May be called after every step: if no block has filled since, it costs one look-up. Of two
+        blocks with equal contents the first is cached; the other stays private meanwhile.
+        """
+        named: list[NamedBlock] = []
+        if self.book.prefix is not None:
+            self.book.version.n += 1
+            full = computed // self.spec.block_tokens
+            named = self.book.prefix.name(tokens, blocks, full, salt, tenant)
+        if self.spec.kv_windows and (behind := windows.leave(self.spec, blocks, computed)):
+            self.free(behind)
+        return named
+
+    # -- giving memory up -------------------------------------------------------------------------
 
     def compact(
         self, tables: Iterable[list[int]], pages: int, *, fixed: Set[int] = frozenset()
@@ -79,134 +218,37 @@ class KvCache(BlockStaging):
         cached blocks of slabs in use are forgotten first. Raises BrokenPromise, before anything
         moves, if a block that would move has references that are not in `tables`.
         """
-        if self._fixed:
-            return 0
-        wanted = ceil_div(pages, self.layout.slab_pages)
-        moves = compaction.plan(self._slabs, wanted, fixed)
-        missing = wanted - len({source // self._size for source, _ in moves})
-        if missing > 0 and self._forget_scattered(missing * self._size):
-            moves = compaction.plan(self._slabs, wanted, fixed)
-        if not moves:
-            return 0
-        return self._carry_out(moves, tables)
+        book, wanted = self.book, ceil_div(pages, self.layout.slab_pages)
+        moves = compaction.plan(book.slabs, wanted, fixed)
+        missing = wanted - len({source // book.size for source, _ in moves})
+        if missing > 0 and self._forget_scattered(missing * book.size):
+            moves = compaction.plan(book.slabs, wanted, fixed)
+        return book.carry_out(moves, tables) if moves else 0
 
     def _forget_scattered(self, blocks: int) -> bool:
-        """Forget at least `blocks` cached blocks of slabs in use, in the order of `drop_cached`.
-
-        Returns whether there were any."""
+        """Forget at least `blocks` cached blocks of slabs in use, in the order of
+        `CachedPrefixes.drop`. Returns whether there were any."""
         forgotten = 0
-        for slab in list(self._slabs.to_thin()):
+        for slab in list(self.book.slabs.to_thin()):
             if forgotten >= blocks:
                 break
             forgotten += len(slab.cached)
-            self._drop(slab)
-        self.version.n += forgotten > 0
+            self.book.drop(slab)
+        self.book.version.n += forgotten > 0
         return forgotten > 0
 
     def clear(self) -> None:
         """Forget all prefixes and free all pages. Raises BrokenPromise if a block is in use."""
-        if self._refs:
-            raise BrokenPromise(f"{self.owner} is cleared while {len(self._refs)} blocks are used")
-        self.drop_cached(self.pages + self.borrowed_pages)
-        self.turn(WHOLE)
-
-    def turn(self, wanted: Rotation) -> bool:
-        """Change which layers rotate, that is, share pages. No job may be running.
-
-        KV of layers that rotated before or rotate now is undefined afterwards. Returns False,
-        without a change, if the pool is short. Raises DeviceError, with contents lost, if the
-        operating system refuses to map.
-        """
-        if self._layered is None or wanted == self.rotation:
-            return wanted == self.rotation
-        self.version.n += 1
-        self.relocations += 1
-        turned = self._layered.turn(wanted, self._slabs.of)
-        self.freed.n += turned  # growth takes other pages than before
-        return turned
+        if self.book.refs:
+            used = len(self.book.refs)
+            raise BrokenPromise(f"{self.owner} is cleared while {used} blocks are used")
+        self.prefixes.drop(self.pages + self.borrowed.pages)
 
     def close(self) -> None:
         """Free all pages and the reserved addresses."""
         self.clear()
-        self._backing.close()
+        self.book.backing.close()
 
-    # -- borrowed pages ---------------------------------------------------------------------------
-
-    def holds(self, page: int) -> bool:
-        """Return whether a borrowed page backs blocks now."""
-        return page in self._backing.abroad
-
-    def used_with(self, page: int) -> list[int]:
-        """Return the used blocks on a borrowed page."""
-        return [b for b in self._blocks_of(page) if b in self._refs]
-
-    def forsake(self, page: int) -> bool:
-        """Forget the prefixes cached on a borrowed page, and release it.
-
-        Returns False, without a change, if a block of it is used."""
-        slab = self._slabs.of[page]
-        if slab.used:
-            return False
-        self.version.n += 1
-        self._drop(slab)
-        self._give_back([slab])
-        return True
-
-    def bring_home(self, page: int, tables: Iterable[list[int]]) -> bool:
-        """Move the blocks of a borrowed page to one of the pool, and release it.
-
-        `tables` must be all tables with references; they are changed in place. No job in flight may
-        use the blocks. Returns False, without moving anything, if pages are short."""
-        home = self._backing.back_at_home()
-        if home is None:
-            return False
-        slab = self._slabs.of[page]
-        self._slabs.open([home])
-        held = [b for b in self._blocks_of(page) if b not in set(slab.free)]
-        self._carry_out([(b, b + (home - page) * self._size) for b in held], tables)
-        return True
-
-    def _blocks_of(self, page: int) -> Sequence[int]:
-        """Return all blocks of a slab of one page."""
-        return range(page * self._size, (page + 1) * self._size)
-
-    # -- inside -----------------------------------------------------------------------------------
-
-    def _carry_out(self, moves: Sequence[tuple[int, int]], tables: Iterable[list[int]]) -> int:
-        """Move blocks (source, target), and give back the slabs that this empties; return their
-        pages."""
-        self.version.n += 1
-        self.relocations += 1
-        tables = list(tables)
-        self._check_references({source for source, _ in moves}, tables)
-        moved: dict[int, int] = {}
-        try:
-            for source, target in moves:
-                self._relocate(source, target)
-                moved[source] = target
-        finally:
-            for table in tables:
-                if not moved.keys().isdisjoint(table):
-                    table[:] = [moved.get(block, block) for block in table]
-            sources = {self._slabs.home(source).index for source in moved}
-            homes = [self._slabs.of[index] for index in sources]
-            freed = self._give_back([slab for slab in homes if not slab.occupied])
-        return freed
-
-    def _check_references(self, blocks: Set[int], tables: Iterable[Sequence[int]]) -> None:
-        shown = Counter(block for table in tables for block in table if block in blocks)
-        for block in blocks:
-            if shown[block] != self._refs.get(block, 0):
-                raise BrokenPromise(
-                    f"{self.owner}: block {block} has {self._refs.get(block, 0)} references, "
-                    f"the tables show {shown[block]}"
-                )
-
-    def _relocate(self, source: int, target: int) -> None:
-        if self.move is not None:
-            self.move(source, target)
-        self._slabs.relocate(source, target)
-        if source in self._refs:
-            self._refs[target] = self._refs.pop(source)
-        if self._prefix is not None:
-            self._prefix.move(source, target)
+    def validate(self, tables: Iterable[Sequence[int]]) -> None:
+        """As `BlockBook.validate`."""
+        self.book.validate(tables)

@@ -22,14 +22,16 @@ def plan(slabs: Slabs, wanted: int, fixed: Set[int]) -> list[tuple[int, int]]:
 
     Blocks in `fixed` do not move, but their slabs may receive others. Targets are free blocks of
     slabs in use: filling an idle slab would only exchange pages that can be freed anyway. No block
-    moves twice and no source is a target of another move.
+    moves twice and no source is a target of another move. Of equal slabs the one opened first is
+    taken: a slab's index may be its page's number, which a replay does not share.
     """
     size = slabs.blocks_per_slab
     nailed = {block // size for block in fixed}
     hosts = [s for s in slabs.of.values() if s.used and s.free]
-    hosts.sort(key=lambda s: (s.index not in nailed, len(s.free), s.index), reverse=True)
+    hosts.sort(key=lambda s: (s.index not in nailed, len(s.free)))
+    next_host = iter(hosts)
     victims = [s for s in slabs.of.values() if s.index not in nailed]
-    victims.sort(key=lambda s: (s.occupied, s.index))
+    victims.sort(key=lambda s: s.occupied)
     holes = slabs.holes
     open_host: list[int] = []
     """Free blocks of the slab that is being filled, the next one last."""
@@ -46,7 +48,7 @@ def plan(slabs: Slabs, wanted: int, fixed: Set[int]) -> list[tuple[int, int]]:
         holes -= own_holes + victim.occupied
         for block in _held(victim, size):
             while not open_host:
-                host = hosts.pop()
+                host = next(next_host)
                 if host.index not in settled:
                     settled.add(host.index)
                     open_host = list(host.free)

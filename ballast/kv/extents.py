@@ -6,28 +6,29 @@ mappings only; copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ballast.core.migration import Piece, joined
 from ballast.core.units import ceil_div
 from ballast.kv.blocks import KvCache
-from ballast.kv.layered import LayeredLayout
 
 
 def form(kv: KvCache) -> str:
     """Return a key that is equal for two KV caches iff their blocks have the same byte format.
 
-    It is made of the model's fingerprint, the dtype and the shape of a block."""
-    spec, shape = kv.spec, "x".join(map(str, kv.layout.shape))
-    return f"{spec.fingerprint}:{spec.dtype}:{shape}"
+    It is made of the model's fingerprint, and the dtypes, shape and bytes of a block."""
+    spec, layout = kv.spec, kv.layout
+    shape = "x".join(map(str, (*layout.shape, layout.block_bytes, spec.kv_groups)))
+    return f"{spec.fingerprint}:{spec.dtype}:{spec.kv_dtype}:{shape}"
 
 
 def extents(kv: KvCache, blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Return (address, bytes) of the data of backed blocks, neighbours joined.
 
-    The order is block by block, and layer by layer within a block, in both layouts."""
+    The order is block by block, and layer by layer within a block."""
     base = kv.base
-    return list(joined([(base + at, n_bytes) for b in blocks for at, n_bytes in _of(kv, b)]))
+    stride, size = kv.layout.stride_bytes, kv.layout.block_bytes
+    return list(joined([(base + b * stride, size) for b in blocks]))
 
 
 def pieces(kv: KvCache, blocks: Sequence[int]) -> tuple[int, tuple[Piece, ...]]:
@@ -35,26 +36,13 @@ def pieces(kv: KvCache, blocks: Sequence[int]) -> tuple[int, tuple[Piece, ...]]:
 
     Stops before the first staged block, or one on borrowed pages; the number counts the blocks
     covered."""
-    size = kv.layout.page_bytes
+    size, stride = kv.layout.page_bytes, kv.layout.stride_bytes
     found: list[Piece] = []
     for n, block in enumerate(blocks):
-        if block < 0 or kv.lies_abroad([block]):
+        if block < 0 or kv.borrowed.among([block]):
             return n, joined(found)
-        for at, n_bytes in _of(kv, block):
-            for i in range(at // size, ceil_div(at + n_bytes, size)):
-                start, end = max(at, i * size), min(at + n_bytes, (i + 1) * size)
-                found.append((kv.page_at(start) * size + start - i * size, end - start))
+        at, end = block * stride, block * stride + kv.layout.block_bytes
+        for i in range(at // size, ceil_div(end, size)):
+            start, stop = max(at, i * size), min(end, (i + 1) * size)
+            found.append((kv.book.backing.page_at(start) * size + start - i * size, stop - start))
     return len(blocks), joined(found)
-
-
-def _of(kv: KvCache, block: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the cache's addresses, bytes) of a block's data."""
-    layout = kv.layout
-    if not isinstance(layout, LayeredLayout):
-        yield block * layout.stride_bytes, layout.block_bytes
-        return
-    for layer in range(layout.shape[0]):
-        yield (
-            layer * layout.layer_stride_bytes + block * layout.stride_bytes,
-            layout.layer_bytes,
-        )

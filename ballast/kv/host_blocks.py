@@ -1,20 +1,23 @@
 """Hold the bytes of staged blocks in host memory, and list the copies of each pass.
 
-Used by live devices, whose copy engines make the copies; nothing is copied here. Block `-1 - h` is
-the `h`-th of the memory, and lies there as on the device: block-major, its layers one after the
-other.
+Used by live devices, whose copy engines make the copies; nothing is copied here. The memory is
+layer-major: passes read a layer of many blocks at a time, which lie side by side in it, as they do
+in slots. Block `-1 - h` is the `h`-th of each layer.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
 from ballast.core.job import SequenceWork
 from ballast.core.link import Direction
+from ballast.core.rotation import WHOLE, Rotation
+from ballast.core.units import MiB, ceil_div
 from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
 from ballast.kv.staged import BlockMoves, staged_of
@@ -30,17 +33,19 @@ class HostBlocks:
 
     def __init__(self, kv: KvCache) -> None:
         self._kv, self._layout = kv, kv.layout
-        n_bytes = max(1, kv.staged.most) * kv.layout.block_bytes
+        n_bytes = ceil_div(max(1, kv.staged.most) * kv.layout.block_bytes, 2 * MiB) * 2 * MiB
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, n_bytes, flags=flags)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        """Address of the memory, which is whole huge pages long."""
         self._moves = BlockMoves()
         self._read: list[int] = []
         """Staged blocks that the pass reads in slots."""
 
-    def address(self, block: int) -> int:
-        """Return the host address of a staged block."""
-        return self._base + (-1 - block) * self._layout.block_bytes
+    def address(self, block: int, layer: int) -> int:
+        """Return the host address of a layer's part of a staged block."""
+        at = layer * max(1, self._kv.staged.most) - 1 - block
+        return self.base + at * self._layout.layer_bytes
 
     def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
         """Return where a pass that computes `work` finds staged blocks; None: it reads none."""
@@ -60,9 +65,10 @@ class HostBlocks:
         )
         return LayerPlaces((*read, *homes), offsets, staged.unit)
 
-    def carry(self, moves: BlockMoves) -> None:
-        """Set the moves of the next pass."""
-        self._moves = moves
+    def carry(self, moves: BlockMoves) -> Rotation:
+        """Set the moves of the next pass; returns the layers of KV that pass through slots."""
+        self._moves, staged = moves, self._kv.staged
+        return staged.rotation if moves or staged.blocks else WHOLE
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> None:
         """Set what the pass reads: it is copied of each layer, beside its moves."""
@@ -71,26 +77,38 @@ class HostBlocks:
 
     def copies_of(self, copy: LayerCopy) -> list[Copy]:
         """Return the bytes of a layer's load or store in the pass that has begun."""
-        layout, layer = self._layout, copy.layer
-        at, size = layer * layout.layer_bytes, layout.layer_bytes
+        layer, size = copy.layer, self._layout.layer_bytes
+        at = layer * size
         if copy.direction is Direction.TO_HOST:
-            pairs = self._moves.stores
-            return [Copy(self.address(h) + at, self._device(b) + at, size) for b, h in pairs]
-        found = list(self._loads(copy.slot, at))
-        found += [
-            Copy(self._device(b) + at, self.address(h) + at, size) for h, b in self._moves.homes
-        ]
-        return found
+            stores = ((self.address(h, layer), self._device(b) + at) for b, h in self._moves.stores)
+            return list(_joined(stores, size))
+        slots = self._slots(copy.slot)
+        loads = ((to, self.address(h, layer)) for to, h in zip(slots, self._read, strict=True))
+        homes = ((self._device(b) + at, self.address(h, layer)) for h, b in self._moves.homes)
+        return list(_joined(chain(loads, homes), size))
 
     def clear(self) -> None:
         """Return the memory to the operating system; contents are lost."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
-    def _loads(self, slot: int, at: int) -> Iterable[Copy]:
-        staged, base, size = self._kv.staged, self._kv.base, self._layout.layer_bytes
-        for i, block in enumerate(self._read):
-            to = base + staged.offset(slot, i, len(self._read))
-            yield Copy(to, self.address(block) + at, size)
+    def _slots(self, slot: int) -> Iterator[int]:
+        """Yield the addresses of a slot's parts of the blocks that the pass reads there."""
+        n, staged = len(self._read), self._kv.staged
+        return (self._kv.base + staged.offset(slot, i, n) for i in range(n))
 
     def _device(self, block: int) -> int:
         return self._kv.block_address(block)
+
+
+def _joined(pairs: Iterable[tuple[int, int]], size: int) -> Iterator[Copy]:
+    """Yield copies of `size` bytes each, (to, from), neighbours in both joined."""
+    last: Copy | None = None
+    for to, source in pairs:
+        if last and (to - last.dst, source - last.src) == (last.n_bytes, last.n_bytes):
+            last = Copy(last.dst, last.src, last.n_bytes + size)
+        else:
+            if last:
+                yield last
+            last = Copy(to, source, size)
+    if last:
+        yield last

@@ -65,6 +65,9 @@ class HostStore:
         self._held: dict[bytes, _Held] = {}
         self._outlived: list[tuple[bytes, _Held]] = []
         """Cells of blocks that are not listed any more, which are still used."""
+        self._budget = directory.shelves[Tier.HOST].capacity
+        """Bytes for kept blocks and for what owners `occupy`."""
+        self._occupied: dict[Hashable, int] = {}
         self._said: set[str] = set()
         self._refused: set[tuple[str | None, str | None]] = set()
         """(model, tenant) that are gone, one of them None."""
@@ -131,6 +134,7 @@ class HostStore:
         for name, held in list(self._outlived):
             while held.users[owner]:
                 self._unuse(owner, name)
+        self.occupy(owner, 0)
 
     def scrub(self, *, model: str | None = None, tenant: str | None = None) -> int:
         """Remove all blocks of a model (by its fingerprint) or tenant from all tiers, and overwrite
@@ -149,9 +153,18 @@ class HostStore:
 
     def resize(self, n_bytes: int) -> None:
         """Lower or raise the capacity, up to the memory that the store was made with."""
-        most = self.cells.n_cells * CELL_BYTES
-        for block in self.directory.resize(Tier.HOST, min(n_bytes, most)):
-            self._unlisted(block.name)
+        self._budget = n_bytes
+        self._fit()
+
+    def occupy(self, owner: Hashable, n_bytes: int) -> None:
+        """Note how much host memory `owner` has beside the store for KV that its passes read there:
+        it counts in the tier's bytes, kept blocks make way, and as much memory is given back."""
+        more = n_bytes - self._occupied.pop(owner, 0)
+        if n_bytes:
+            self._occupied[owner] = n_bytes
+        self._fit()
+        if more > 0:
+            self.cells.trim(more)
 
     def say(self, what: str) -> None:
         """Log a fault once."""
@@ -194,15 +207,18 @@ class HostStore:
             self.counts.refused += 1
             if demotion.room:
                 self.directory.drop(block.name, Tier.HOST)
-                self._fit_memory()
+                self._fit()
             return None
         self._held[block.name] = _Held(runs, Counter({owner: 1}))
         return runs
 
-    def _fit_memory(self) -> None:
-        """Bound the tier by the memory that the machine had for it, so that blocks make way."""
-        if self.cells.n_cells * CELL_BYTES < self.directory.shelves[Tier.HOST].capacity:
-            self.resize(self.cells.n_cells * CELL_BYTES)
+    def _fit(self) -> None:
+        """Bound the tier by its bytes, by the memory that the machine had for it, and by what is
+        occupied, so that blocks make way."""
+        most = min(self._budget, self.cells.n_cells * CELL_BYTES)
+        left = max(0, most - sum(self._occupied.values()))
+        for block in self.directory.resize(Tier.HOST, left):
+            self._unlisted(block.name)
 
     def _is_refused(self, block: KvBlock) -> bool:
         if not self._refused:

@@ -1,14 +1,15 @@
 """Compute the block-major memory layout of a model's KV cache: strides, slabs, sizes in pages.
 
 Used by the KV cache, by sizing, and by model executors, whose kernels take its strides. Pure
-arithmetic; `layered` is the layer-major variant.
+arithmetic.
 
 The KV cache of a model is one array over reserved addresses::
 
     (blocks, layers, 2, block_tokens, kv_heads, head_dim)
 
 where axis 2 is K (0) or V (1). Only the first axis has padding: block `b` begins at byte
-`b * stride_bytes`. A *slab* is the unit in which the array is backed by memory::
+`b * stride_bytes`, with `state_bytes` of recurrent state if the model has any. A *slab* is the unit
+in which the array is backed by memory::
 
     pages    |  page 0  |  page 1  |  page 2  |  page 3  |  page 4  |  page 5  |
     slabs    |             slab 0             |             slab 1             |
@@ -20,7 +21,8 @@ blocks keep one stride, which is all that kernels need to know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import isqrt
 
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
@@ -30,6 +32,10 @@ ALIGNMENT = 64
 """Bytes: a cache line, and more than any element size; a stride is a multiple of it."""
 GOOD_WASTE = 0.05
 """Waste that is small enough to prefer a smaller slab over less waste."""
+MOST_GROUPED = 64
+"""Bound of the tokens of a block of models whose layers are in groups, about."""
+USUAL_TOKENS = 2048
+"""Tokens of a sequence for which blocks that hold a recurrent state waste least."""
 MOST_PAGES = MOST_BLOCKS = 8
 """A slab has at most `MOST_PAGES` pages, or the pages of `MOST_BLOCKS` blocks if that is more."""
 
@@ -39,24 +45,21 @@ class Layout:
     """Sizes of blocks and slabs. `shape` is that of one block: (layers, 2, block_tokens, ...)."""
 
     shape: tuple[int, int, int, int, int]
-    """(layers, 2, block_tokens, kv_heads, head_dim)."""
+    """(layers, 2, block_tokens, kv_heads, head_dim), but for models with `layer_kv`."""
     block_bytes: int
     """Bytes of one block's data, without padding."""
     page_bytes: int
     slab_pages: int
     blocks_per_slab: int
+    state_bytes: int = field(default=0, kw_only=True)
+    """Bytes of recurrent state at a block's beginning."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_bytes: int) -> Layout:
         """Return the layout of `spec` on a device with pages of `page_bytes`."""
-        shape = (spec.n_layers, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
-        slab_pages, blocks_per_slab = choose(spec.block_bytes, page_bytes)
-        return cls(shape, spec.block_bytes, page_bytes, slab_pages, blocks_per_slab)
-
-    @property
-    def whole_pages(self) -> int:
-        """Pages of a slab if no layers share pages."""
-        return self.slab_pages
+        shape = (spec.kv_layers, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        sizes = (spec.block_bytes, page_bytes, *choose(spec.block_bytes, page_bytes))
+        return cls(shape, *sizes, state_bytes=spec.state_bytes)
 
     @property
     def slab_bytes(self) -> int:
@@ -71,17 +74,7 @@ class Layout:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's K and V in one block."""
-        return self.block_bytes // self.shape[0]
-
-    @property
-    def layer_stride_bytes(self) -> int:
-        """Bytes from one layer of a block to the next layer."""
-        return self.layer_bytes
-
-    @property
-    def range_bytes(self) -> int:
-        """Bytes of addresses that a slab takes."""
-        return self.slab_bytes
+        return (self.block_bytes - self.state_bytes) // self.shape[0]
 
     @property
     def block_tokens(self) -> int:
@@ -90,7 +83,7 @@ class Layout:
     @property
     def waste(self) -> float:
         """Share of a slab that no block's data uses, 0 <= waste < 1."""
-        return 1.0 - self.blocks_per_slab * self.block_bytes / self.range_bytes
+        return 1.0 - self.blocks_per_slab * self.block_bytes / self.slab_bytes
 
     def pages(self, n_blocks: int) -> int:
         """Return the pages that `n_blocks` take if their slabs hold no other blocks."""
@@ -124,14 +117,21 @@ def choose(block_bytes: int, page_bytes: int) -> tuple[int, int]:
 def fitted(spec: ModelSpec, block_tokens: int | None, page_bytes: int) -> ModelSpec:
     """Return `spec` with blocks of `block_tokens`; None: of about as many as it has, a quarter to
     twice, such that whole blocks fill a page. Where none do (a page holds few tokens), as many as
-    it has, and slabs have several pages."""
+    it has, and slabs have several pages. With a recurrent state a block has more tokens: longer
+    ones hold fewer states, shorter ones leave less of a sequence's last block unused."""
     if block_tokens is not None:
         return replace(spec, block_tokens=block_tokens)
-    usual, token = spec.block_tokens, spec.kv_bytes_per_token
+    state, token = spec.state_bytes, spec.token_bytes // spec.kv_groups
+    # As many blocks a token as of models with one group, unless they are long.
+    usual = min(spec.block_tokens * spec.kv_groups, max(spec.block_tokens, MOST_GROUPED))
+    if state:
+        least = isqrt(2 * USUAL_TOKENS * state // token)
+        usual = min(max(usual, ceil_div(least, usual) * usual), spec.max_model_len)
 
     def fits(n: int) -> bool:
-        pages, blocks = choose(n * token, page_bytes)
-        return pages == 1 and page_bytes - blocks * n * token <= GOOD_WASTE * page_bytes
+        n_bytes = n * token + state
+        pages, blocks = choose(n_bytes, page_bytes) if n_bytes <= page_bytes else (0, 0)
+        return pages == 1 and page_bytes - blocks * n_bytes <= GOOD_WASTE * page_bytes
 
     fitting = filter(fits, range(max(1, usual // 4), 2 * usual + 1))
     return replace(spec, block_tokens=min(fitting, key=lambda n: abs(n - usual), default=usual))

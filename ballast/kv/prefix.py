@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ballast.core.errors import BrokenPromise
+
+MOST_LOST = 1 << 15
+"""Bound of the blocks that are known to have been lost: a few MiB of names."""
 
 
 class NamedBlock(NamedTuple):
@@ -43,6 +46,10 @@ class PrefixIndex:
         self._kept: dict[bytes, int] = {}
         self._tenants: dict[int, str] = {}
         """Tenant of each named block that has one."""
+        self.missed = 0
+        """Blocks that were lost and have been computed again, since start."""
+        self._lost: dict[bytes, None] = {}
+        """Names of blocks that were lost, the latest last; `MOST_LOST` at most."""
         self.forgotten: Callable[[int], object] = lambda block: None
         """Called with a named block whose contents are about to go, or to move."""
 
@@ -105,6 +112,9 @@ class PrefixIndex:
             parent, name = name if i else b"", self._next(name, tokens, i)
             names[blocks[i]] = name
             if self._kept.setdefault(name, blocks[i]) == blocks[i]:
+                if name in self._lost:
+                    del self._lost[name]
+                    self.missed += 1
                 named.append(NamedBlock(blocks[i], name, parent, i))
             if tenant:
                 self._tenants[blocks[i]] = tenant
@@ -121,6 +131,16 @@ class PrefixIndex:
 
     def is_named(self, block: int) -> bool:
         return block in self._names
+
+    def lose(self, blocks: Iterable[int]) -> None:
+        """Note which blocks are about to be forgotten to make room."""
+        for block in blocks:
+            name = self._names.get(block)
+            if name is not None and self._kept.get(name) == block:
+                self._lost.pop(name, None)
+                self._lost[name] = None
+        while len(self._lost) > MOST_LOST:
+            del self._lost[next(iter(self._lost))]
 
     def forget(self, block: int) -> None:
         """Remove a block whose contents are gone."""

@@ -1,6 +1,6 @@
 """Track used, cached and free blocks of each slab, and choose blocks to allocate or uncache.
 
-Used by `BlockTables`, `KvCache` and the compaction plan. Pure bookkeeping: holds no pages, no
+Used by `BlockBook`, `KvCache` and the compaction plan. Pure bookkeeping: holds no pages, no
 reference counts and no prefix names.
 
 ::
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ballast.core.errors import BrokenPromise
+from ballast.kv.survival import Survival
 
 
 class Slab:
@@ -34,6 +35,7 @@ class Slab:
         "cached",
         "free",
         "index",
+        "since",
         "tenant",
         "used",
     )
@@ -49,6 +51,8 @@ class Slab:
         """Blocks without references that hold a cached prefix, least recently used first."""
         self.tenant = ""
         """Tenant of the block that was cached last."""
+        self.since = 0
+        """When blocks of it came out of use last, on the clock of `Survival`."""
         self._bucket: _ByFree | None = None
         self._level = 0
         self._line: str | None = None
@@ -156,6 +160,7 @@ class Slabs:
         """Free and cached blocks in slabs in use: allocatable without a new or an idle slab."""
         self.mixed: OrderedDict[int, Slab] = self._mixed.all
         """Slabs in use that hold cached blocks, least recently used first."""
+        self.survival = Survival()
         self._in_use = _ByFree(blocks_per_slab)
         self._others = _ByFree(blocks_per_slab)
 
@@ -237,6 +242,7 @@ class Slabs:
                 lost = list(slab.cached)
             else:
                 break
+            self.survival.dropped(slab.since, len(lost))
             self.uncache(slab, lost)
             gone += lost
         return gone
@@ -248,6 +254,15 @@ class Slabs:
         slab.free += blocks
         self.settle(slab)
 
+    def chances(self) -> tuple[float, ...]:
+        """Return the chances that blocks of idle slabs are used again, by age, the least recently
+        used first (`Survival.chances`); none if nothing is known."""
+        if not self.idle:
+            return ()
+        oldest, newest = next(iter(self.idle.values())), next(reversed(self.idle.values()))
+        blocks = len(self.idle) * self.blocks_per_slab
+        return self.survival.chances(oldest.since, newest.since, blocks)
+
     def relocate(self, source: int, target: int) -> None:
         """Swap the states of a used or cached block and a free block of another slab."""
         old, new = self.home(source), self.home(target)
@@ -255,13 +270,21 @@ class Slabs:
         if source in old.cached:
             del old.cached[source]
             new.cached[target] = None
-            new.tenant = old.tenant
+            new.tenant, new.since = old.tenant, old.since
         else:
             old.used -= 1
             new.used += 1
         old.free.append(source)
         self.settle(old)
         self.settle(new)
+
+    def reorder(self, indices: Iterable[int]) -> None:
+        """Make idle slabs least recently used first in the order of `indices`, which may name
+        others too."""
+        for index in indices:
+            slab = self.of.get(index)
+            if slab is not None and slab._queue is self._idle:
+                self._idle.touch(slab)
 
     def settle(self, slab: Slab, *, touched: bool = False) -> None:
         """Update buckets, LRU queues and counts after a change of a slab.

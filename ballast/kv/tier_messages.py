@@ -66,6 +66,12 @@ class LandMsg(msgspec.Struct, tag="d", frozen=True):
     written: tuple[tuple[bytes, int | None], ...]
 
 
+class StagedMsg(msgspec.Struct, tag="s", frozen=True):
+    """The worker's staged blocks take so much host memory now. Has no answer."""
+
+    n_bytes: int
+
+
 class FoundMsg(msgspec.Struct, tag="L", frozen=True):
     """Answer to `LookUpMsg`."""
 
@@ -89,5 +95,5 @@ class ReservedMsg(msgspec.Struct, tag="R", frozen=True):
     cells: tuple[Runs | None, ...]
 
 
-ToStore = LookUpMsg | FetchMsg | ReserveMsg | ReleaseMsg | LandMsg
+ToStore = LookUpMsg | FetchMsg | ReserveMsg | ReleaseMsg | LandMsg | StagedMsg
 FromStore = FoundMsg | SlotsMsg | ReservedMsg

@@ -37,6 +37,8 @@ class TieredStore(HostStore):
         self._behind: deque[bytes] = deque()
         """Blocks that have landed on the host and are to be written."""
         self._is_writing = False
+        shelf = directory.shelves.get(Tier.DISK)
+        self._most_disk = 0 if shelf is None else shelf.capacity
 
     @classmethod
     def made(
@@ -103,6 +105,12 @@ class TieredStore(HostStore):
         """Scrub all blocks of models and adapters but these, by their fingerprints; return their
         number."""
         return sum(self.scrub(model=one) for one in self.directory.models() - set(models))
+
+    def resize_disk(self, n_bytes: int) -> None:
+        """Lower or raise the disk's capacity, up to what the file was made for; does nothing where
+        no disk is used."""
+        if self._uses_disk:
+            self._fit_disk(min(n_bytes, self._most_disk))
 
     def close(self) -> None:
         """Write what can be written in a few seconds, and give the memory back."""
@@ -193,7 +201,10 @@ class TieredStore(HostStore):
         others may take."""
         shelf = self.directory.shelves[Tier.DISK]
         self.say("kv_disk has no room for more KV than it holds: some makes way for other")
-        gone = self.directory.resize(Tier.DISK, max(0, shelf.n_bytes - n_bytes))
+        self._fit_disk(max(0, shelf.n_bytes - n_bytes))
+
+    def _fit_disk(self, capacity: int) -> None:
+        gone = self.directory.resize(Tier.DISK, capacity)
         self._delete([block.name for block in gone])
 
     def _delete(self, names: Sequence[bytes]) -> None:

@@ -19,6 +19,7 @@ from ballast.core.actions import Join, Leave, LoopCommand
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import CommandEvent, Event
+from ballast.core.fleet_state import OPERATOR
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
 from ballast.engine.build import Hosted, build_newcomer
@@ -33,6 +34,8 @@ from ballast.weights.host import HostModel, HostTier
 
 log = logging.getLogger(__name__)
 
+OnOutcome = Callable[[CommandOutcome], None]
+"""Called with how a command has ended."""
 ENDING = "the device ends"
 NICENESS = 10
 """Niceness of the thread that loads models, so that serving comes first."""
@@ -81,19 +84,19 @@ class CommandExecutor:
         """Held while `_open` or `_closed` change."""
         self._closed = False
 
-    def carry_out(self, command: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
+    def carry_out(self, command: DeviceCommand, done: OnOutcome, by: str = OPERATOR) -> None:
         """Begin a command and return at once; from any thread. `done` is called once, by any
-        thread."""
+        thread. `by`: who ordered it."""
         match command:
             case Add() | Remove():
                 at_start = isinstance(command, Add) and command.at_start
                 try:
                     thread = self._loader if at_start else self._thread
-                    thread.submit(self._work, command, done)
+                    thread.submit(self._work, command, done, by)
                 except RuntimeError:
                     done(CommandOutcome("unavailable", ENDING))
             case _:
-                result = self._submit(command)
+                result = self._submit(command, by)
                 result.add_done_callback(lambda a: done(self._outcome(a.result())))
 
     def command_ended(self, id: str, refusal: str | None) -> None:
@@ -116,16 +119,16 @@ class CommandExecutor:
 
     # -- in the operator's thread -----------------------------------------------------------------
 
-    def _work(self, command: Add | Remove, done: Callable[[CommandOutcome], None]) -> None:
+    def _work(self, command: Add | Remove, done: OnOutcome, by: str) -> None:
         device = self._device
         failed: dict[str, str] = {}
         try:
             with self._turn, device.beside_jobs():
                 if isinstance(command, Add):
                     threads = THREADS if command.at_start else 1
-                    failed = dict(self._add(command.settings, threads).failed)
+                    failed = dict(self._add(command.settings, threads, by).failed)
                 else:
-                    self._remove(command)
+                    self._remove(command, by)
             outcome = CommandOutcome(specs=device.specs, failed=failed)
         except (CommandRefused, DeviceError) as error:
             outcome = CommandOutcome("unavailable" if self._closed else "refused", str(error))
@@ -136,21 +139,21 @@ class CommandExecutor:
             outcome = CommandOutcome("broken", f"{type(error).__name__}: {error}")
         done(outcome)
 
-    def _add(self, settings: ModelSettings, threads: int) -> HostModel:
+    def _add(self, settings: ModelSettings, threads: int, by: str) -> HostModel:
         device = self._device
         for name in (settings.name, *(a.name for a in settings.adapters)):
             if name in device.state.named:
                 raise CommandRefused(f"there is a model {name!r} already")
         host = device.models.load(settings, threads)
         try:
-            self._join(host)
+            self._join(host, by)
         except BaseException:
             device.models.forget(settings.name)
             device.machine.unload(host)
             raise
         return host
 
-    def _join(self, host: HostModel) -> None:
+    def _join(self, host: HostModel, by: str) -> None:
         """Build the model's engine state here, since it takes time, and have the loop add it."""
         device, name = self._device, host.spec.name
         hosted = Hosted(host.spec, host.addresses)
@@ -158,7 +161,7 @@ class CommandExecutor:
         try:
             device.executors[name] = device.executors_of(host, m)
             device.loop.commands.ready[name] = m, new
-            refusal = self._submit(Join(name)).result()
+            refusal = self._submit(Join(name), by).result()
             if refusal is not None:
                 raise CommandRefused(refusal)
         except BaseException:
@@ -173,13 +176,13 @@ class CommandExecutor:
         m.kv.close()
         m.weights.close()
 
-    def _remove(self, command: Remove) -> None:
+    def _remove(self, command: Remove, by: str) -> None:
         device, name = self._device, command.model
-        result = self._submit(Leave(name))
+        result = self._submit(Leave(name), by)
         try:
             refusal = result.result(timeout=command.patience)
         except TimeoutError:
-            self._submit(Leave(name, at_once=True)).result()
+            self._submit(Leave(name, at_once=True), by).result()
             refusal = result.result()
         if refusal is not None:
             raise CommandRefused(refusal)
@@ -188,7 +191,7 @@ class CommandExecutor:
 
     # -- in any thread ----------------------------------------------------------------------------
 
-    def _submit(self, operation: LoopCommand) -> Future[str | None]:
+    def _submit(self, operation: LoopCommand, by: str) -> Future[str | None]:
         """Have the loop do it."""
         result: Future[str | None] = Future()
         with self._lock:
@@ -197,7 +200,7 @@ class CommandExecutor:
                 return result
             id = f"operation-{next(self._numbers)}"
             self._open[id] = result
-        self._device.post(CommandEvent(id, operation))
+        self._device.post(CommandEvent(id, operation, by))
         return result
 
     def _outcome(self, refusal: str | None) -> CommandOutcome:

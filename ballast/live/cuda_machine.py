@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ballast.core.clock import Clock
-from ballast.core.errors import ConfigError, DeviceError
+from ballast.core.errors import ConfigError, DeviceError, UnsupportedModel
 from ballast.core.event import Event, RotationSettledEvent
-from ballast.core.model import ModelSpec
+from ballast.core.model import ModelSpec, uniform_kv
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import format_bytes
@@ -109,6 +109,16 @@ class CudaMachine:
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
         tier.make_writable(not self.pins.reads_only)
         host = self._read(replace(settings, linear="plain"), tier, threads)
+        if host.spec.states or host.spec.pooling:
+            host.close()
+            what = "encoders run" if host.spec.pooling else "recurrent states are kept"
+            raise UnsupportedModel(f"{settings.name}: {what} on CPUs alone")
+        spec = host.spec
+        if any(not kv.latent and spec.kv_heads % kv.heads for kv in spec.layer_kv):
+            host.close()
+            raise UnsupportedModel(f"{settings.name}: its layers' heads differ; CPUs serve it")
+        # GPUs keep the keys and values of all heads, in one size.
+        host.spec = uniform_kv(spec)
         host.spec = fitted(host.spec, settings.block_tokens, self.device.page_bytes)
         segments = (*host.segments, *(a.segment for a in host.adapters))
         for segment, address in zip(segments, host.addresses, strict=True):
@@ -207,13 +217,11 @@ class CudaMachine:
         for stream in self._layer_streams.values():
             stream.rest()
 
-    def make_stream(
-        self, clock: Clock, post: Callable[[Event], None], dirty: bool
-    ) -> MakeStream | None:
+    def make_stream(self, clock: Clock, post: Callable[[Event], None]) -> MakeStream | None:
         def make(spec: ModelSpec) -> EventStream:
             settled, lane = RotationSettledEvent(spec.name), self._compute.current
             known = (self._driver, self._context, lane, lambda: post(settled))
-            made = EventStream(*known, self.pins, dirty)
+            made = EventStream(*known, self.pins)
             self._layer_streams[spec.name] = made
             return made
 

@@ -19,7 +19,7 @@ import torch
 from ballast.core import migration
 from ballast.core.capability import GpuReach
 from ballast.core.clock import Clock
-from ballast.core.command import CommandOutcome, DeviceCommand
+from ballast.core.command import DeviceCommand
 from ballast.core.cost import StepCosts
 from ballast.core.entries import Sink, both
 from ballast.core.errors import ConfigError, DeviceError
@@ -38,13 +38,13 @@ from ballast.engine.report import report
 from ballast.engine.story_file import StoryFile
 from ballast.isolation.calls import Isolation
 from ballast.kernels.workspace import Workspace
-from ballast.live.command_executor import CommandExecutor
+from ballast.live.command_executor import CommandExecutor, OnOutcome
 from ballast.live.cpu_machine import CpuMachine
 from ballast.live.event_stream import EventStream
 from ballast.live.grammar_compiler import GrammarCompiler
 from ballast.live.host_stream import HostStream
 from ballast.live.hosted_models import HostedModels
-from ballast.live.in_place_reads import paced
+from ballast.live.in_place_reads import paced, peer_rate
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from ballast.live.kv_tiers import KvConnection, tiers_of
 from ballast.live.machine import MakeMachine
@@ -150,8 +150,8 @@ class LiveDevice:
     ) -> None:
         """Divide the device's memory among its models, and begin to populate it."""
         needs = preset.requires
-        make_stream = self.machine.make_stream(self.clock, self.post, needs.dirty)
-        assert make_stream is not None or not needs.kv_swapping, "its requirements are met"
+        make_stream = self.machine.make_stream(self.clock, self.post)
+        assert make_stream is not None or not needs.kv_staging, "its requirements are met"
         self.state = build_state(
             device,
             [Hosted(h.spec, h.addresses) for h in self.models.by_name.values()],
@@ -161,7 +161,6 @@ class LiveDevice:
             self.machine.copy,
             costs,
             make_stream,
-            needs.kv_swapping,
             self.models.refuse,
             needs.kv_staging,
         )
@@ -305,7 +304,7 @@ class LiveDevice:
 
     def set_lending_outbox(self, send: Callable[[LendingMessage], None]) -> None:
         """Set where messages to other devices go. Before `run`."""
-        self.state.lending.send = send
+        self.state.lending.send, self.state.lending.bytes_per_second = send, peer_rate(self.machine)
 
     def migrate(self, step: migration.MigrationStep) -> None:
         """Carry out a step of a request's migration."""
@@ -319,9 +318,9 @@ class LiveDevice:
         """Set where answers about migrations go. Before `run`."""
         self.state.migration.send = send
 
-    def command(self, command: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
-        """Carry out an operator's command; `done` is called once, by any thread."""
-        self._command_executor.carry_out(command, done)
+    def command(self, command: DeviceCommand, done: OnOutcome, by: str = "operator") -> None:
+        """Carry out a command that `by` ordered; `done` is called once, by any thread."""
+        self._command_executor.carry_out(command, done, by)
 
     def populate(self) -> None:
         """Give all free pages physical memory now instead of in the background."""

@@ -18,7 +18,8 @@ from ballast.core.link import Direction
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
-from ballast.kv.pinned_spill import PinnedSpill
+from ballast.kv.pinned_blocks import PinnedBlocks
+from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.fences import EventPool, StreamStalls
@@ -112,15 +113,13 @@ class EventStream:
         stream: Callable[[], int],
         settled: Callable[[], None],
         pins: PinnedMemory,
-        dirty: bool = False,
     ) -> None:
         """`context`: of the device, retained as long as this is used; `stream`: returns the stream
-        of the calling lane's work; `settled`: called by any thread; `pins`: of the host's KV;
-        `dirty`: see `Spilled`."""
+        of the calling lane's work; `settled`: called by any thread; `pins`: of the host's
+        KV."""
         self.loads = Loads()
-        self.kv_host: int | None = None
         self._driver, self._context, self._lane, self._settled = driver, context, stream, settled
-        self._pins, self._dirty = pins, dirty
+        self._pins = pins
         self._stream = LayerStream(ahead=True)
         self._weights = self._stream.add("weights", written=False)
         self._kv = self._stream.add("KV", written=True)
@@ -131,9 +130,7 @@ class EventStream:
         """By id of a copy in flight, the event after it."""
         self._past: list[int] = []
         """Events of lanes' and copies' streams that are not known to be reached."""
-        self._spill: PinnedSpill | None = None
-        self._moving: tuple[Sequence[int], Direction] = ((), Direction.TO_HOST)
-        """Layers, and the direction, of the next `move`."""
+        self._blocks: PinnedBlocks | None = None
         self._lock = threading.Lock()
         """Passes and the loop's turns never run at the same time, but reports may."""
 
@@ -143,12 +140,11 @@ class EventStream:
             self._driver, self._timed, (Direction.TO_DEVICE,), lambda copy: (copies[copy.layer],)
         )
 
-    def add_kv(self, kv: KvCache) -> None:
+    def add_staging(self, kv: KvCache) -> None:
         self._driver.set_current(self._context)
-        self._spill = PinnedSpill(kv, self._dirty, self._pins)
-        self.kv_host = self._spill.host
+        self._blocks = PinnedBlocks(kv, self._pins)
         self._engines[self._kv] = EventCopies(
-            self._driver, self._timed, Direction, self._spill.copies_of
+            self._driver, self._timed, Direction, self._blocks.copies_of
         )
 
     # -- the loop's thread, between jobs ----------------------------------------------------------
@@ -179,18 +175,16 @@ class EventStream:
         available here."""
         return False
 
-    def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        assert self._spill is not None, "it has KV"
-        self._spill.carry(slabs)
-        self._moving = layers, direction
-
-    def turn_kv(self, rotation: Rotation) -> None:
-        assert self._spill is not None, "it has KV"
+    def carry_blocks(self, moves: BlockMoves) -> None:
+        assert self._blocks is not None, "it has staged blocks"
+        wanted = self._blocks.carry(moves)
+        if wanted == self._kv.rotation:
+            return
         with self._lock:
             self._look()
-            self._stream.change(self._kv, rotation)
-        if rotation == WHOLE:
-            self._spill.clear()
+            self._stream.change(self._kv, wanted)
+        if wanted == WHOLE:
+            self._blocks.clear()
 
     def rest(self) -> None:
         """Return when no copy is in flight. No job may run; the context is current."""
@@ -204,24 +198,23 @@ class EventStream:
         self._driver.set_current(self._context)
         for engine in self._engines.values():
             engine.close()
-        if self._spill is not None:
-            self._spill.unpin()
+        if self._blocks is not None:
+            self._blocks.unpin()
         self._events.close()
         self._timed.close()
 
     # -- a lane's thread --------------------------------------------------------------------------
 
     def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
-        """Return None: no block of a GPU is staged."""
-        return None
+        return None if self._blocks is None else self._blocks.places(work)
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> Sequence[int]:
         """As `Barriers.begin_pass`; if the last pass broke off, all work that it launched has
         ended."""
         with self._lock:
             self._look()
-            if self._kv.slot_of and self._spill is not None:
-                self._spill.begin_pass(work)
+            if self._kv.slot_of and self._blocks is not None:
+                self._blocks.begin_pass(work)
             self._submit(self._stream.begin_pass())
             return self._stream.stops
 
@@ -243,12 +236,10 @@ class EventStream:
                 self._submit(copies, self._after(self._lane()))
 
     def move(self) -> None:
-        layers, direction = self._moving
-        self._moving = (), direction
         try:
-            with self._lock:
-                self._look()
-                self._submit(self._stream.move(self._kv, layers, direction))
+            for layer in self.begin_pass():
+                self.wait(layer)
+                self.used(layer)
         finally:
             self.finish()
 

@@ -19,7 +19,6 @@ from ballast.core.rotation import WHOLE, Rotation
 from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
 from ballast.kv.host_blocks import HostBlocks
-from ballast.kv.spilled import Spilled
 from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
@@ -88,15 +87,12 @@ class HostStream:
         clock: Clock,
         settled: Callable[[], None],
         opened: Callable[[int], None] | None = None,
-        dirty: bool = False,
     ) -> None:
         """`settled`, and `opened` with the transfer, notify the loop; they are called by any
-        thread. Without `opened`, jobs wait for whole loads of the model's weights. `dirty`: see
-        `Spilled`."""
+        thread. Without `opened`, jobs wait for whole loads of the model's weights."""
         self.loads = Loads()
-        self.kv_host: int | None = None
         self._model, self._link, self._clock = model, link, clock
-        self._settled, self._opened, self._dirty = settled, opened, dirty
+        self._settled, self._opened = settled, opened
         self._change = threading.Condition()
         """Held while the stream changes. Re-entrant: an empty copy ends as it is submitted."""
         self._stream = LayerStream()
@@ -104,13 +100,12 @@ class HostStream:
         self._weights = self._stream.add(f"weights of {model}", written=False)
         self._kv = self._stream.add(f"KV of {model}", written=True)
         self._weight_copies = WeightCopies(())
-        self._spilled: Spilled | None = None
         self._blocks: HostBlocks | None = None
-        self._moving: tuple[Sequence[int], Direction] = ((), Direction.TO_HOST)
-        """Layers, and the direction, of the next `move`."""
         self._settling = False
         self._stalled = 0.0
         """Seconds of stalls since the last call of `stalled`."""
+        self._carried = dict.fromkeys(Direction, 0.0)
+        """Seconds of copies of KV that have ended since the last call of `carried`."""
 
     def add_weights(self, copies: Sequence[Copy]) -> None:
         self._weight_copies = WeightCopies(copies)
@@ -118,15 +113,8 @@ class HostStream:
             self._link, f"rotation:{self._model}", self._weight_copies, self._ended
         )
 
-    def add_kv(self, kv: KvCache) -> None:
-        self._spilled = Spilled(kv, self._dirty)
-        self.kv_host = self._spilled.host
-        self._engines[self._kv] = HostCopies(
-            self._link, f"kv:{self._model}", self._spilled.copies_of, self._ended
-        )
-
     def add_staging(self, kv: KvCache) -> None:
-        self._blocks, self._cache = HostBlocks(kv), kv
+        self._blocks = HostBlocks(kv)
         self._engines[self._kv] = HostCopies(
             self._link, f"kv:{self._model}", self._blocks.copies_of, self._ended
         )
@@ -174,26 +162,12 @@ class HostStream:
 
     def carry_blocks(self, moves: BlockMoves) -> None:
         assert self._blocks is not None, "it has staged blocks"
-        self._blocks.carry(moves)
-        staged = self._cache.staged
-        wanted = staged.rotation if moves or staged.blocks else WHOLE
+        wanted = self._blocks.carry(moves)
         if wanted != self._kv.rotation:
             with self._change:
                 self._stream.change(self._kv, wanted)
             if wanted == WHOLE:
                 self._blocks.clear()
-
-    def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        assert self._spilled is not None, "it has KV"
-        self._spilled.carry(slabs)
-        self._moving = layers, direction
-
-    def turn_kv(self, rotation: Rotation) -> None:
-        assert self._spilled is not None, "it has KV"
-        with self._change:
-            self._stream.change(self._kv, rotation)
-        if not rotation.layers:
-            self._spilled.clear()
 
     # -- a lane's thread --------------------------------------------------------------------------
 
@@ -204,9 +178,8 @@ class HostStream:
         if not self._stream.waits:
             return ()
         with self._change:
-            streaming = self._spilled or self._blocks
-            if self._kv.slot_of and streaming is not None:
-                streaming.begin_pass(work)
+            if self._kv.slot_of and self._blocks is not None:
+                self._blocks.begin_pass(work)
             self._submit(self._stream.begin_pass())
             return self._stream.stops
 
@@ -232,21 +205,14 @@ class HostStream:
             self._submit(self._stream.used(layer))
 
     def move(self) -> None:
-        if self._blocks is not None:
-            for layer in self.begin_pass():
-                self.wait(layer)
-                self.used(layer)
-            self.finish()
-            return
-        layers, direction = self._moving
-        self._moving = (), direction
-        with self._change:
-            self._submit(self._stream.move(self._kv, layers, direction))
+        for layer in self.begin_pass():
+            self.wait(layer)
+            self.used(layer)
         self.finish()
 
     def finish(self) -> None:
         """Wait until no KV is in flight. Raises DeviceError if some could not be moved."""
-        if self._spilled is None and self._blocks is None:
+        if self._blocks is None:
             return
         with self._change:
             began = self._clock.now()
@@ -259,6 +225,12 @@ class HostStream:
     def stalled(self) -> float:
         seconds, self._stalled = self._stalled, 0.0
         return seconds
+
+    def carried(self) -> tuple[float, float]:
+        with self._change:
+            seconds = self._carried
+            self._carried = dict.fromkeys(Direction, 0.0)
+        return seconds[Direction.TO_DEVICE], seconds[Direction.TO_HOST]
 
     # -- any thread -------------------------------------------------------------------------------
 
@@ -277,6 +249,8 @@ class HostStream:
             else:
                 if copy.buffer is self._weights:
                     self.loads.add(done.n_bytes, done.seconds)
+                else:
+                    self._carried[copy.direction] += done.seconds
                 self._submit(self._stream.landed(copy))
             self._change.notify_all()
             quiet = self._settling and self._stream.settled

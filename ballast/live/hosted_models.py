@@ -16,6 +16,7 @@ from ballast.live.machine import Machine
 from ballast.policy.requirements import Requirements
 from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.host import HostModel, HostTier
+from ballast.weights.sealed_model import brought
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +47,13 @@ class HostedModels:
     ) -> None:
         """Load the fleet's models; one that cannot be read or has no room on `device` is refused.
         `requires`: the memory policy's."""
-        layered, in_place = requires.kv_swapping, requires.in_place
+        in_place = requires.in_place
         for settings in self._fleet.models:
             name = settings.name
             try:
                 others = [h.spec for h in self.by_name.values()]
                 host = self.by_name[name] = self.load(settings)
-                check_room(host.spec, others, device, layered=layered, in_place=in_place)
+                check_room(host.spec, others, device, in_place=in_place)
                 self.failed |= host.failed
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
                 self.refuse(name, error)
@@ -60,7 +61,7 @@ class HostedModels:
 
     def load(self, settings: ModelSettings, threads: int = THREADS) -> HostModel:
         """Load a model into the host tier. Raises as `load_host_model`, and what `vet` raises."""
-        if not settings.fault and not self.tier.knows(settings.name):
+        if not settings.fault and not brought(settings, self.tier):
             self._vet(settings)
         host = self._machine.load(settings, self.tier, threads)
         if (clipped := clipped_context(settings, host.spec)) is not None:

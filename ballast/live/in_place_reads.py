@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from ballast.core.clock import Clock
@@ -47,6 +48,14 @@ def paced(
     return barriers
 
 
+def peer_rate(machine: Machine) -> float | None:
+    """Return the rate at which passes read borrowed pages: memory of a CPU is mapped, and read as
+    its own unless its link has a pace; None: as over the link to the host."""
+    if machine.peer_link is not None:
+        return machine.peer_link.bytes_per_second
+    return inf if machine.reach is None else None
+
+
 class WeightReads:
     """Weights in host memory. Implements `LayerReads`.
 
@@ -56,9 +65,13 @@ class WeightReads:
 
     def __init__(self, weights: WeightsOnDevice, experts: ChosenExperts) -> None:
         self.name = f"in place:{weights.spec.name}"
-        self.reserved = link_demand(decode_bytes(weights.spec), weights.spec.slo.tpot)
+        self._demand = link_demand(decode_bytes(weights.spec), weights.spec.slo.tpot)
         self._weights, self._experts = weights, experts
         self._last = -1
+
+    @property
+    def reserved(self) -> float:
+        return self._demand * self._weights.plan.share_away
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
         in_place = self._weights.plan.in_place
@@ -97,7 +110,7 @@ class BorrowedReads:
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
         spec = self._kv.spec
-        self._read, tokens = self._kv.borrowed_use([(w.blocks, w.start, w.end) for w in work])
+        self._read, tokens = self._kv.borrowed.use([(w.blocks, w.start, w.end) for w in work])
         self._read *= self._kv.layout.layer_bytes
         self._written = tokens * spec.kv_bytes_per_token // spec.n_layers
         return range(spec.n_layers) if self._read or self._written else ()

@@ -70,6 +70,9 @@ class KvConnection(Protocol):
     def land(self, written: Sequence[tuple[bytes, int | None]]) -> None:
         """List blocks with their checksums; None: abandon them."""
 
+    def occupy(self, n_bytes: int) -> None:
+        """As `HostStore.occupy`."""
+
     def close(self) -> None:
         """End the connection; nothing is answered after this has returned."""
 
@@ -89,6 +92,8 @@ class _Store:
 
     owner: str
     block: BlockToStore
+    gate: CopyGate
+    """Shut when its device closes; that of a borrowed block, alone in its copy, when it is void."""
     is_void: bool = False
 
 
@@ -187,13 +192,19 @@ class LiveKvTiers:
     # -- storing ----------------------------------------------------------------------------------
 
     def store(self, owner: str, blocks: Sequence[BlockToStore]) -> None:
-        for at in range(0, len(blocks), MOST_STORED):
-            self._store([_Store(owner, block) for block in blocks[at : at + MOST_STORED]])
+        own = [_Store(owner, block, self._open) for block in blocks if not block.borrowed]
+        for at in range(0, len(own), MOST_STORED):
+            self._store(own[at : at + MOST_STORED])
+        for block in blocks:
+            if block.borrowed:
+                self._store([_Store(owner, block, CopyGate())])
 
     def void(self, owner: str, block: int) -> None:
         store = self._storing.pop((owner, block), None)
         if store is not None:
             store.is_void = True
+            if store.block.borrowed:
+                store.gate.shut()
 
     def _store(self, stores: Sequence[_Store]) -> None:
         for store in stores:
@@ -219,7 +230,7 @@ class LiveKvTiers:
             with suppress(RuntimeError):
                 self._checks.submit(self._land, taken, done.error)
 
-        if taken and not self._start(copies, Direction.TO_HOST, copied, self._open):
+        if taken and not self._start(copies, Direction.TO_HOST, copied, stores[0].gate):
             self._land(taken, "the link is closed")
 
     def _land(self, taken: Sequence[tuple[_Store, Runs]], error: str | None) -> None:
@@ -238,10 +249,14 @@ class LiveKvTiers:
         if self._storing.get(key) is store:
             self._storing.pop(key, None)
 
+    def occupy(self, n_bytes: int) -> None:
+        self._connection.occupy(n_bytes)
+
     # -- both -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._open.shut()
+        for gate in (self._open, *(store.gate for store in list(self._storing.values()))):
+            gate.shut()
         for request_id in list(self._fetches):
             self.stop(request_id)
         self._checks.shutdown(cancel_futures=True)

@@ -104,11 +104,8 @@ class Machine(Protocol):
         record: Record | None,
     ) -> LaneRunner: ...
 
-    def make_stream(
-        self, clock: Clock, post: Callable[[Event], None], dirty: bool
-    ) -> MakeStream | None:
-        """Return what makes streams of models' layers, `dirty` as in `Spilled`; None: no layer can
-        stream here."""
+    def make_stream(self, clock: Clock, post: Callable[[Event], None]) -> MakeStream | None:
+        """Return what makes streams of models' layers; None: no layer can stream here."""
 
     def allow(self, n_bytes: int) -> None:
         """Set the bytes that activations may take, from now on; called between jobs."""

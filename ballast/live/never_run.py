@@ -7,16 +7,18 @@ A feature leaves this table once `scripts/gpu_check` or a test marked `gpu` has 
 from __future__ import annotations
 
 from ballast.core.settings import DeviceSettings, FleetSettings
+from ballast.policy.presets import preset_of
 
 WHERE = "docs/gpu.md, `Never run`"
 GROUPS = "groups of GPUs (`tensor_parallel`)"
-FEATURES = (GROUPS,)
+STAGED = "KV blocks staged on the host (presets `kvswap`, `swiftcache`)"
+FEATURES = (GROUPS, STAGED)
 
 
 def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
-    """Return those of `FEATURES` that are turned on for `device`, of which `fleet` turns on none at
-    present; none for a CPU."""
+    """Return those of `FEATURES` that are turned on for `device` or by `fleet`; none for a CPU."""
     if device.gpu is None:
         return ()
-    on = {GROUPS: device.tensor_parallel > 1}
+    staged = preset_of(fleet).requires.kv_staging
+    on = {GROUPS: device.tensor_parallel > 1, STAGED: staged}
     return tuple(feature for feature in FEATURES if on[feature])

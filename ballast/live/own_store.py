@@ -75,6 +75,10 @@ class OwnConnection:
                 else:
                     self._store.land(self, name, checksum)
 
+    def occupy(self, n_bytes: int) -> None:
+        with self._lock:
+            self._store.occupy(self, n_bytes)
+
     def close(self) -> None:
         with self._lock:
             self._store.end(self)

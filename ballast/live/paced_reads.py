@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 from ballast.core.clock import Clock
@@ -22,7 +23,7 @@ from ballast.core.link import Direction
 from ballast.kernels.paged_attention import LayerPlaces
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
-from ballast.models.barriers import Barriers
+from ballast.models.barriers import Barriers, carried
 
 _AHEAD = 2
 """Layers that are read before their turn."""
@@ -72,6 +73,8 @@ class PacedReads:
         self._late: tuple[int, ...] = ()
         """Transfers for which the next layer waits."""
         self._stalled = 0.0
+        self._carried = dict.fromkeys(Direction, 0.0)
+        """Seconds of transfers that have ended since the last call of `carried`."""
 
     def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
         return self._inner.places(work)
@@ -119,6 +122,13 @@ class PacedReads:
         seconds, self._stalled = self._stalled, 0.0
         return seconds + self._inner.stalled()
 
+    def carried(self) -> tuple[float, float]:
+        with self._change:
+            mine = tuple(self._carried.values())
+            self._carried = dict.fromkeys(Direction, 0.0)
+        here = carried(self._inner)
+        return mine[0] + here[0], mine[1] + here[1]
+
     def _read_next(self) -> None:
         """Begin to read the next layer of the pass, if there is one."""
         if self._layers:
@@ -133,15 +143,17 @@ class PacedReads:
             self._coming.add(number)
         copies, stream = (Copy(0, 0, n_bytes),), self._reads.name
         try:
-            self._link.start(number, copies, stream, direction, on_done=self._ended, in_place=True)
+            done = partial(self._ended, direction)
+            self._link.start(number, copies, stream, direction, on_done=done, in_place=True)
         except DeviceError:
             with self._change:
                 self._coming.discard(number)
             raise
         return number
 
-    def _ended(self, done: TransferDoneEvent) -> None:
+    def _ended(self, direction: Direction, done: TransferDoneEvent) -> None:
         with self._change:
+            self._carried[direction] += done.seconds
             self._coming.discard(done.transfer_id)
             self._error = self._error or done.error
             self._change.notify_all()

@@ -35,6 +35,10 @@ class Executor(Protocol):
     def stalled(self) -> float:
         """Return the seconds that jobs have waited for layers since the last call."""
 
+    def carried(self) -> tuple[float, float]:
+        """Return the seconds for which links carried what jobs read elsewhere, and what they wrote
+        there, since the last call."""
+
 
 class Keeper(Protocol):
     """Checks memory that jobs have allocated, after each job; `ballast.memory.arena.AllocatorCap`
@@ -134,7 +138,7 @@ class LaneRunner(ABC):
             try:
                 with self.running(job):
                     executor = self._executors[job.model][lane]
-                    executor.stalled()  # of a job that failed
+                    executor.stalled(), executor.carried()  # of a job that failed
                     results = tuple(executor.run(job.work))
                 seconds, stall = self._clock.now() - begun, executor.stalled()
             except DeviceLost:
@@ -147,7 +151,7 @@ class LaneRunner(ABC):
                 log.exception("job %d of %s failed", job.id, job.model)
                 self._post(JobFailedEvent(job, f"{type(error).__name__}: {error}"))
             else:
-                self._post(JobDoneEvent(job, results, seconds, stall))
+                self._post(JobDoneEvent(job, results, seconds, stall, executor.carried()))
             self._end(job)
 
     def _next(self, lane: int) -> Job | None:

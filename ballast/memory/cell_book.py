@@ -49,5 +49,8 @@ class CellBook:
         for first, n in reversed(runs):
             self._free += range(first + n - 1, first - 1, -1)
 
+    def trim(self, n_bytes: int) -> None:
+        """Give the memory of free cells back, up to `n_bytes`: without memory, nothing."""
+
     def wipe(self, runs: Runs) -> None:
         """Overwrite what cells hold: without memory, nothing."""

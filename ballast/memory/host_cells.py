@@ -7,6 +7,7 @@ it is an answer and not a signal. A cell is written by one process at a time: th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -14,8 +15,10 @@ import threading
 
 from ballast.core.errors import DeviceError
 from ballast.core.units import MiB, format_bytes
+from ballast.memory import syscalls
 from ballast.memory.cell_book import CELL_BYTES, CellBook, Runs
 from ballast.memory.host_memory import available
+from ballast.memory.runs import runs_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class HostCells(CellBook):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             raise DeviceError("memfd_create", error.strerror or str(error)) from error
+        self._bare: set[int] = set()
+        """Free cells whose memory was given back."""
         self._wanted = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -58,6 +63,9 @@ class HostCells(CellBook):
         if self._lacks_ahead:
             with self._wanted:
                 self._wanted.notify()
+        if runs is not None and self._bare and not self._clothe(runs):
+            self.release(runs)
+            return None
         return runs
 
     def read(self, runs: Runs, n_bytes: int) -> bytes:
@@ -77,6 +85,16 @@ class HostCells(CellBook):
         for first, n in runs:
             os.pwrite(self.fd, bytes(n * CELL_BYTES), first * CELL_BYTES)
 
+    def trim(self, n_bytes: int) -> None:
+        """Those that would be handed out last, behind those that gave theirs back before."""
+        mode = syscalls.FALLOC_PUNCH_HOLE | syscalls.FALLOC_KEEP_SIZE
+        at = len(self._bare)
+        bare = sorted(self._free[at : at + n_bytes // CELL_BYTES])
+        self._bare.update(bare)
+        for first, n in runs_of(bare):
+            with contextlib.suppress(OSError):
+                syscalls.fallocate(self.fd, mode, first * CELL_BYTES, n * CELL_BYTES)
+
     def close(self) -> None:
         """Give the memory back, once no process maps it."""
         with self._wanted:
@@ -85,6 +103,17 @@ class HostCells(CellBook):
         if self._thread is not None:
             self._thread.join()
         os.close(self.fd)
+
+    def _clothe(self, runs: Runs) -> bool:
+        """Have memory again for cells that gave theirs back; False: the machine has none."""
+        bare = self._bare.intersection(c for first, n in runs for c in range(first, first + n))
+        try:
+            for first, n in runs_of(sorted(bare)):
+                os.posix_fallocate(self.fd, first * CELL_BYTES, n * CELL_BYTES)
+        except OSError:
+            return False
+        self._bare -= bare
+        return True
 
     @property
     def _lacks_ahead(self) -> bool:

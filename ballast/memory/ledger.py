@@ -5,6 +5,8 @@ Used by `Pool` only. Pure bookkeeping: no memory is touched. Invariants, checked
 - every page is free, owned by one owner, or reclaiming (given back, its last use not yet over);
 - `free + reclaiming + sum(owned)` is the number of pages;
 - `promised <= free + reclaiming`;
+- what an owner lacks of the pages *guaranteed* to it is kept for it, beside its promise, as far as
+  pages are free;
 - only an owned page can have holders, any number; owner and holder differ, and the owner cannot
   free the page until the last of them has unmapped it;
 - pages *borrowed* from another device have numbers of their own, above those of this device's, and
@@ -41,6 +43,7 @@ class Ledger:
         self._owned: list[int] = []
         self._reclaimed: list[int] = []
         self._promises: dict[str, int] = {}
+        self._floors: dict[str, int] = {}
         self._holders: dict[int, list[str]] = {}
         self._held: dict[str, int] = {}
         self._borrowed: dict[str, int] = {}
@@ -57,6 +60,28 @@ class Ledger:
 
     def promised_to(self, owner: str) -> int:
         return self._promises.get(owner, 0)
+
+    def guarantee(self, owner: str, n: int) -> bool:
+        """Keep what `owner` lacks of `n` pages from all others, for as long as this stands; pages
+        that others have stay theirs until they free them. 0: no longer. Returns whether it is
+        news."""
+        if n == self._floors.get(owner, 0):
+            return False
+        if n:
+            self._floors[owner] = n
+        else:
+            del self._floors[owner]
+        return True
+
+    def kept_for(self, owner: str) -> int:
+        """Pages that `owner` lacks of those guaranteed to it; promises are beside these."""
+        floor = self._floors.get(owner, 0)
+        return max(0, floor - self.owned(owner)) if floor else 0
+
+    @property
+    def kept(self) -> int:
+        """Pages that all owners together lack of those guaranteed to them."""
+        return sum(map(self.kept_for, self._floors)) if self._floors else 0
 
     def owners(self) -> dict[str, int]:
         """Return pages by owner, without owners of none; the sum is total - free - reclaiming."""
@@ -86,14 +111,25 @@ class Ledger:
         return found
 
     def available(self, owner: str) -> int:
-        """Free pages that are not promised to others."""
-        return max(0, self.free - (self.promised - self._promises.get(owner, 0)))
+        """Free pages that are neither promised nor guaranteed to others."""
+        return max(0, self.free - self._of_others(owner))
+
+    @property
+    def spare(self) -> int:
+        """Pages, free or reclaiming, that are neither promised nor guaranteed; negative where
+        others still have what has been guaranteed since."""
+        return self.free + self.reclaiming - self.promised - self.kept
+
+    def _of_others(self, owner: str) -> int:
+        """Pages promised or guaranteed to others."""
+        others = self.promised - self._promises.get(owner, 0)
+        return others + self.kept - self.kept_for(owner) if self._floors else others
 
     def promise(self, owner: str, n: int) -> Short | None:
         """Reserve `n` more pages for `owner`, out of what is free or will be."""
         if n < 0:
             raise BrokenPromise(f"promised {n} pages to {owner}")
-        short = n - (self.free + self.reclaiming - self.promised)
+        short = n - max(0, self.spare)
         if short > 0:
             return Short(short)
         if n:
@@ -108,15 +144,16 @@ class Ledger:
         return n
 
     def allocate(self, owner: str, pages: Sequence[int]) -> None:
-        """Give free pages to `owner`; its promise is used up first."""
+        """Give free pages to `owner`: those guaranteed to it first, then those promised."""
         self._check(pages, _FREE, "is not free")
         if len(pages) > self.available(owner):
             raise BrokenPromise(f"{owner} allocates {len(pages)} pages, some promised to others")
         key = self._key(owner)
+        promised = max(0, len(pages) - self.kept_for(owner))
         self._write(pages, 2 * key)
         self._owned[key] += len(pages)
         self.free -= len(pages)
-        if used := min(len(pages), self._promises.get(owner, 0)):
+        if used := min(promised, self._promises.get(owner, 0)):
             self._promises[owner] -= used
             self.promised -= used
             if not self._promises[owner]:

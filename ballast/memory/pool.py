@@ -148,6 +148,12 @@ class Pool:
                 self._reclaims.append(entry)
         return n
 
+    def guarantee(self, owner: str, n: int) -> None:
+        """Keep what `owner` lacks of `n` pages from all others (`Ledger.guarantee`)."""
+        with self._ledger_lock:
+            changed = self.ledger.guarantee(owner, n)
+        self.freed.n += changed
+
     def promise(self, owner: str, n: int) -> Short | None:
         """Reserve `n` more pages for `owner`, out of those free, reclaiming and unpromised."""
         with self._ledger_lock:

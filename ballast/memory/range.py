@@ -63,6 +63,11 @@ class BackedRange:
         return self._range.page_bytes
 
     @property
+    def kept_pages(self) -> int:
+        """Pages that are guaranteed to its owner, and that it does not have yet."""
+        return self._pool.ledger.kept_for(self.owner)
+
+    @property
     def range(self) -> Range:
         return self._range
 
@@ -123,18 +128,16 @@ class BackedRange:
             self.leaving -= n
             raise
 
-    def alias(self, at: int, pages: Sequence[int], owner: str, *, prefault: bool = False) -> None:
+    def alias(self, at: int, pages: Sequence[int], owner: str) -> None:
         """Map populated pages of another owner at indices `at ..` as well.
 
-        `prefault`: up to 4 MiB are entered into the page tables, for a job that writes them soon.
         Raises BrokenPromise if part of that is backed; a failing map (DeviceError) changes nothing.
         """
         if self._check_empty(((at, len(pages)),)):
             raise BrokenPromise(f"{self.owner}: pages at {at} .. are still leaving")
         self._pool.add_holder(owner, pages, self.owner)
         try:
-            small = len(pages) * self.page_bytes <= _PREFAULT_BYTES
-            self._vm.map(self._range, at, pages, alias=True, prefault=prefault and small)
+            self._vm.map(self._range, at, pages, alias=True)
         except DeviceError:
             self._pool.remove_holder(owner, pages, self.owner)
             raise

@@ -72,11 +72,12 @@ class SharedPace:
     Used by one thread at a time, but for `reserve`.
     """
 
-    def __init__(self, path: str, reserves: bool = True) -> None:
+    def __init__(self, path: str, reserves: bool = True, origin: float = 0.0) -> None:
         """`path`: of the memory, opened anew by each process (locks belong to what was opened).
-        `reserves`: whether reservations count; else its part is always an equal one. Raises
+        `reserves`: whether reservations count; else its part is always an equal one. `origin`: 0 of
+        the process's clock, on one that all processes have: the table is in times of that. Raises
         DeviceError if it cannot be used, or all entries are taken."""
-        self._reserves = reserves
+        self._reserves, self._origin = reserves, origin
         self._parts: dict[str, float] = {}
         """Reserved parts of the link, by what they are for."""
         try:
@@ -93,6 +94,7 @@ class SharedPace:
     def charge(self, seconds: float, now: float) -> float:
         """Charge bytes for which the whole link needs `seconds`; return when this process's share
         of the link has carried them."""
+        now += self._origin
         with self._exclusive():
             entries = [self._read(i) for i in range(_ENTRIES)]
             mine = entries[self._at]
@@ -100,7 +102,7 @@ class SharedPace:
             entries[self._at] = mine = _Charge(True, max(begins, now), self._reserved)
             due = begins + seconds / self._share([e for e in entries if e.counts(now)], mine)
             self._write(_Charge(True, due, mine.reserved))
-        return due
+        return due - self._origin
 
     def rest(self) -> None:
         """Count for nothing until the next charge: nothing is to be carried."""

@@ -61,6 +61,10 @@ class Link(Protocol):
     def bytes_per_second(self) -> float:
         """To the device: as paced, else as measured so far; before that a sane prior."""
 
+    @property
+    def paced(self) -> bool:
+        """Whether reading host memory takes its time: not where that is the device's."""
+
     def start(
         self,
         transfer_id: int,
@@ -197,8 +201,8 @@ class HostLink:
             raise DeviceError("link", "threads, chunk_bytes and the pace are positive")
         self._clock, self._on_done = clock, on_done
         self._pace, self._chunk_bytes, self._threads = pace, chunk_bytes, threads
-        self._copy_bytes = copy_bytes
-        self._shared = shared
+        self._copy_bytes, self._shared = copy_bytes, shared
+        self.paced = pace is not None
         self._measured = PRIOR_BYTES_PER_SECOND
         self._due = 0.0
         """Time by which a paced link should have carried all batches so far."""
@@ -212,10 +216,6 @@ class HostLink:
         self._thread = threading.Thread(target=self._run, name="ballast-link", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-
-    @property
-    def paced(self) -> bool:
-        return self._pace is not None
 
     @property
     def threads(self) -> int:

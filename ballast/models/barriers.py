@@ -7,7 +7,7 @@ executors call them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ballast.core.job import SequenceWork
 from ballast.kernels.paged_attention import LayerPlaces
@@ -38,7 +38,20 @@ class Barriers(Protocol):
         Raises DeviceError if some could not be stored."""
 
     def move(self) -> None:
-        """Move KV of layers that begin or cease to rotate, in a job that computes nothing."""
+        """Move blocks of KV in a job that computes nothing, as `finish` at its end."""
 
     def stalled(self) -> float:
         """Return the seconds that passes have waited since the last call."""
+
+
+@runtime_checkable
+class Carries(Protocol):
+    """Barriers that know for how long links carried what passes read and wrote elsewhere."""
+
+    def carried(self) -> tuple[float, float]:
+        """Return these seconds since the last call: to the device, and from it."""
+
+
+def carried(barriers: Barriers | None) -> tuple[float, float]:
+    """Return the same of any barriers; none where they do not know."""
+    return barriers.carried() if isinstance(barriers, Carries) else (0.0, 0.0)

@@ -17,13 +17,15 @@ from torch import Tensor
 from ballast.core.errors import BrokenPromise, InvalidRequest, NonFiniteOutput
 from ballast.core.event import EmbeddingOutput, FailedOutput, JobResult, PromptScoresOutput
 from ballast.core.job import SampledToken, SequenceWork
+from ballast.core.model import INT8
 from ballast.core.request import Sampling
 from ballast.kernels import sampling
 from ballast.kernels.paged_attention import KvArray, LayerPlaces, PagedBatch
 from ballast.kernels.sampling import NoToken
 from ballast.kv.layout import Layout
-from ballast.models.barriers import Barriers
+from ballast.models.barriers import Barriers, carried
 from ballast.models.grammar import Grammars, Matcher
+from ballast.models.layer_arrays import arrays_of
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES
 
@@ -47,16 +49,19 @@ class ModelExecutor(ABC):
         self.dtype = dtype = DTYPES[spec.dtype]
         if layout.stride_bytes % dtype.itemsize:
             raise BrokenPromise(f"{spec.name}: blocks are {layout.stride_bytes} bytes apart")
-        self._kv = KvArray(
-            kv_base,
-            layout.stride_bytes // dtype.itemsize,
-            spec.n_layers,
+        kept = torch.int8 if spec.kv_dtype == INT8 else dtype
+        whole = KvArray(
+            kv_base + layout.state_bytes,
+            layout.stride_bytes // kept.itemsize,
+            spec.kv_layers,
             spec.block_tokens,
             spec.kv_heads,
             spec.head_dim,
-            dtype,
-            layout.layer_stride_bytes,
+            kept,
         )
+        self._arrays = arrays_of(spec, whole)
+        """KV of the layers, those with equal heads together."""
+        self._kv = self._arrays[0].kv
         sampling.warm_up()
 
     @abstractmethod
@@ -77,7 +82,7 @@ class ModelExecutor(ABC):
         """Compute KV for all of `work`, and sample the sequences that require it, in order.
 
         Where the model computes what is not finite for a sequence, its result is a `FailedOutput`;
-        the others' results are not affected. A job without any token moves KV of rotating layers.
+        the others' results are not affected. A job without any token moves blocks of KV.
         """
         barriers = self.barriers
         if barriers is None:
@@ -147,6 +152,11 @@ class ModelExecutor(ABC):
     def stalled(self) -> float:
         """Return the seconds that jobs have waited for layers since the last call."""
         return 0.0 if self.barriers is None else self.barriers.stalled()
+
+    def carried(self) -> tuple[float, float]:
+        """Return the seconds for which links carried what jobs read elsewhere, and what they wrote
+        there, since the last call."""
+        return carried(self.barriers)
 
     def _begin_pass(self, work: Sequence[SequenceWork]) -> Collection[int]:
         """Return the layers at which the pass that begins has to call `barriers`."""
@@ -270,8 +280,11 @@ class Rows:
         shift = np.asarray(starts) - first
         self.positions: Array = np.arange(n) + np.repeat(shift, counts)
         """Position of each row in its sequence, int64 (T,)."""
-        tables = np.repeat(np.cumsum([0, *map(len, (w.blocks for w in work[:-1]))]), counts)
-        block = self.paged.tables[tables + self.positions // kv.block_tokens].astype(np.int64)
-        token = kv.kv_heads * kv.head_dim
-        self.places: Array = block * kv.block_stride + self.positions % kv.block_tokens * token
-        """Offset in elements, from K of a layer in block 0, of each row's K, int64 (T,)."""
+        entries = [len(w.blocks) // kv.n_groups for w in work[:-1]]
+        tables = np.repeat(np.cumsum([0, *entries]), counts)
+        at = tables + self.positions // kv.block_tokens
+        block = self.paged.tables[..., at].astype(np.int64)
+        within = self.positions % kv.block_tokens
+        self.places: Array = block * kv.block_stride + within * kv.token
+        """Offset in elements, from K of a layer in block 0, of each row's K, int64 (T,); of each
+        group, (groups, T), if there are several."""

@@ -41,11 +41,13 @@ def placed(
     that cannot be set up without its weights.
     """
     from ballast.weights.meta_module import build_module  # its imports take seconds
+    from ballast.weights.spelt_attention import set_attention
 
     attention.register()
-    module = build_module(host.config, DTYPES[host.spec.dtype])
+    module = build_module(host.config, DTYPES[host.spec.dtype], host.spec.pooling)
     _cut(module, layers_of(module, host))
-    module.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    if not host.spec.pooling:
+        set_attention(module, attention.NAME)
     _place(module, host.segments, addresses, view, invariant)
     set_up_buffers(module, host.config.model_type, device or torch.device("cpu"))
     return module

@@ -10,6 +10,7 @@ from ballast.core.settings import DeviceSettings
 from ballast.kernels import choices
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.models.encoder import EncoderModel
 from ballast.models.executor import ModelExecutor
 from ballast.models.fused.model import FusedModel
 from ballast.models.transformers import TransformersModel
@@ -38,6 +39,8 @@ def on_cpu(
     if host.fused:
         most = (device.step_tokens, device.step_logits)
         return FusedModel(*where, workspace, *most, invariant=invariant)
+    if host.spec.pooling:
+        return EncoderModel(*where)
     return TransformersModel(*where, invariant=invariant)
 
 

@@ -31,13 +31,15 @@ from ballast.kv.layout import Layout
 from ballast.models.executor import ModelExecutor
 from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.module import layer_path
+from ballast.models.transformers import TransformersModel
 from ballast.weights.host import HostModel
 from ballast.weights.segment import Segment
 
 Make = Callable[[HostModel, Sequence[int], int, Layout, Workspace, DeviceSettings], ModelExecutor]
 """Makes a model's executor, as `ballast.models.on_cpu.on_cpu` does."""
 
-_PAGE_BYTES = 64 * KiB
+PAGE_BYTES = 64 * KiB
+"""Pages of KV in measured jobs."""
 _TOKEN = 1
 _SAMPLING = Sampling(logprobs=0)
 """Parameters of the measured jobs: log-probabilities need the most of PyTorch's memory."""
@@ -53,7 +55,7 @@ def measured(host: HostModel, make: Make, device: DeviceSettings) -> HostModel:
     allocations are counted for the calling thread only. Raises UnsupportedModel if a job fails.
     """
     try:
-        with _intraop_threads(device.threads):
+        with intraop_threads(device.threads):
             peak = _peak(host, make, device)
     except BaseException:
         host.close()
@@ -68,9 +70,11 @@ def _peak(host: HostModel, make: Make, device: DeviceSettings) -> int:
     workspace = Workspace(workspace_bytes(host.spec, *size, host.recipe))
     try:
         model = _shallow(host)
-        layout = Layout.of(model.spec, _PAGE_BYTES)
+        layout = Layout.of(model.spec, PAGE_BYTES)
         kv = Workspace(layout.slab_bytes)
         executor = make(model, model.addresses, kv.address, layout, workspace, device)
+        if isinstance(executor, TransformersModel) and executor.states is not None:
+            executor.states.checked = False
         jobs = _jobs(host.spec, device.step_tokens, device.step_logits)
         peak = max(allocated(partial(executor.run, work)) for work in jobs)
         kv.forget()
@@ -136,7 +140,7 @@ def allocated(run: Callable[[], object]) -> int:
 
 
 @contextmanager
-def _intraop_threads(n: int | None) -> Iterator[None]:
+def intraop_threads(n: int | None) -> Iterator[None]:
     """Give operations of the calling thread `n` threads of PyTorch; None: as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if n is None else n)
@@ -171,10 +175,11 @@ def _job(spec: ModelSpec, n: int, sampled: int) -> list[SequenceWork]:
         left -= counts[-1]
     work = []
     for i, count in enumerate(counts):
-        start = spec.max_model_len - 1 if n == 1 else 0
-        blocks = [0] * ceil_div(start + count, spec.block_tokens)
+        start = spec.max_model_len - 1 if n == 1 and not spec.pooling else 0
+        blocks = [0] * ceil_div(start + count, spec.block_tokens) * spec.kv_groups
         sampling = _SAMPLING if i >= len(counts) - sampled else None
-        work.append(SequenceWork(f"profile{i}", [_TOKEN] * count, start, blocks, sampling))
+        tokens, embed = [_TOKEN] * count, bool(spec.pooling)
+        work.append(SequenceWork(f"profile{i}", tokens, start, blocks, sampling, embed=embed))
     return work
 
 
@@ -200,7 +205,13 @@ def _shallow(host: HostModel) -> HostModel:
     )
     shallow = replace(
         host,
-        spec=replace(host.spec, n_layers=n),
+        spec=replace(
+            host.spec,
+            n_layers=n,
+            attention_layers=tuple(i for i in host.spec.attention_layers if i < n),
+            layer_kv=tuple(kv for kv in host.spec.layer_kv if kv.layer < n),
+            states=tuple(s for s in host.spec.states if not s.module.startswith(dropped)),
+        ),
         segments=host.segments[: 1 + n] + host.segments[1 + depth :],
         windows=host.windows[:n],
         adapters=adapters,

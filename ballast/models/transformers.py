@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ballast.core.errors import UnsupportedModel
 from ballast.core.job import SequenceWork
-from ballast.kernels.paged_attention import warm_up
+from ballast.core.model import ModelSpec
+from ballast.kernels.paged_attention import PagedBatch, warm_up
 from ballast.kv.layout import Layout
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
 from ballast.models.adapters import AdaptedModules, groups_of, rows_of
 from ballast.models.executor import ModelExecutor, Rows
+from ballast.models.layer_arrays import LayerArray
 from ballast.models.module import layers_of, placed
+from ballast.models.pooled_states import PooledStates
+from ballast.weights.carried_state import carry
 from ballast.weights.host import HostModel
+from ballast.weights.latent import UP, absorb
+from ballast.weights.row_call import RowCall
 
 
 class TransformersModel(ModelExecutor):
@@ -39,20 +47,29 @@ class TransformersModel(ModelExecutor):
         super().__init__(host, kv_base, layout)
         own = len(host.segments)
         self._module = placed(host, segment_addresses[:own], tensor_at, invariant=invariant)
+        self.states: PooledStates | None = None
+        """Where recurrent states lie; None: the model has none."""
+        if self.spec.states:
+            self.states = PooledStates(self.spec, kv_base, layout)
+            carry(self._module, {s.module: None for s in self.spec.states})
         groups = groups_of(host.adapters, segment_addresses[own:], self.dtype)
+        _check_adapted(groups, self.spec)
         self._adapted = AdaptedModules(self._module, {p: g.add for p, g in groups.items()})
+        if any(kv.latent for kv in self.spec.layer_kv):
+            absorb(self._module)
+        self._call = RowCall(self._module)
         self._stops: Collection[int] = ()
         """Layers at which the current pass calls `barriers`."""
         for i, layer in enumerate(layers_of(self._module, host)):
             layer.register_forward_pre_hook(partial(self._reach, i))
             layer.register_forward_hook(partial(self._leave, i))
-        warm_up(self.dtype)
+        warm_up(self._kv.dtype)
 
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         rows = self.rows(work)
         wanted = torch.from_numpy(rows.wanted)
-        output = self._forward(self._module, rows, work, logits_to_keep=wanted)
+        output = self._forward(self._module, rows, work, wanted)
         logits: Tensor = output.logits[0].float()
         return logits
 
@@ -72,16 +89,44 @@ class TransformersModel(ModelExecutor):
             self.barriers.used(layer)
 
     def _forward(
-        self, module: Any, rows: Rows, work: Sequence[SequenceWork], **more: Tensor
+        self,
+        module: Any,
+        rows: Rows,
+        work: Sequence[SequenceWork],
+        wanted: Tensor | None = None,
     ) -> Any:
         self._stops = self._begin_pass(work)
         with (
-            attention.running(attention.JobContext.of(rows.paged)),
+            nullcontext() if self.states is None else self.states.job(work),
+            attention.running(_context(self._arrays, self.spec.n_heads, rows, work)),
             self._adapted.job(rows_of(work), head=module is self._module),
         ):
-            return module(
-                input_ids=torch.from_numpy(rows.tokens)[None],
-                position_ids=torch.from_numpy(rows.positions)[None],
-                use_cache=False,
-                **more,
-            )
+            tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
+            return self._call(module, tokens, positions, wanted)
+
+
+def _context(
+    arrays: Sequence[LayerArray], heads: int, rows: Rows, work: Sequence[SequenceWork]
+) -> attention.JobContext:
+    """Return the context of a job over `arrays`, the first of which is that of `rows`."""
+    starts, counts = [w.start for w in work], [len(w.tokens) for w in work]
+    tables, others = [w.blocks for w in work], dict[int, attention.JobContext]()
+    for array in arrays[1:]:
+        batch = PagedBatch(array.kv, heads, starts, counts, tables)
+        others.update(dict.fromkeys(array.numbers, attention.JobContext.of(batch, array, {})))
+    return attention.JobContext.of(rows.paged, arrays[0], others)
+
+
+def _check_adapted(paths: Iterable[str], spec: ModelSpec) -> None:
+    """Raise UnsupportedModel if an adapter changes a module that carries a recurrent state, whose
+    rows are not those of the job, or one that makes keys and values of latents, which is not
+    called."""
+    within = tuple(f"{s.module}." for s in spec.states)
+    latent = any(kv.latent for kv in spec.layer_kv)
+    for path in paths:
+        if latent and path.endswith(f".{UP}"):
+            what = "an adapter changes it, and attention is over latents"
+            raise UnsupportedModel(f"{spec.name}: {path}: {what}; adapt other modules alone")
+        if path.startswith(within):
+            what = "an adapter changes it, and it carries a recurrent state"
+            raise UnsupportedModel(f"{spec.name}: {path}: {what}; adapt attention and MLPs alone")

@@ -9,7 +9,7 @@ cannot touch the memory that it decides about.
 - `c2cserve_knob`: Feedback on the dataflow of GEMMs that read host memory (C2CServe, 7.3).
 - `compute`: Which model's job runs next on an idle lane.
 - `fleet`: Which devices serve which models, and which replica gets a request.
-- `kv_fetching`: Whether KV in a tier below the device is fetched or computed again.
+- `kv_fetching`: Whether KV in a tier below the device is fetched or computed again, or comes home.
 - `market`: Claims for pages covered by offers of pages, in order of precedence or by price.
 - `memory`: Memory and residency on one device: one module for each memory policy.
 - `plans`: The changes of a model's residency plan that policies ask for.

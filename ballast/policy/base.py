@@ -14,6 +14,7 @@ from typing import ClassVar
 from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
 from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.price_curve import PriceCurve
 from ballast.core.view import DeviceView
 from ballast.policy.fleet.initial_placement import spread
 from ballast.policy.fleet.replica_choice import Replica, held_prefix, near
@@ -79,6 +80,11 @@ class MemoryPolicy(Policy, ABC):
         `requests`: oldest first. Those that are not returned follow, youngest first.
         """
         return requests[::-1]
+
+    def prices(self, view: DeviceView, memo: object) -> PriceCurve | None:
+        """Return the device's curve of marginal prices, which fleet policies read that are
+        `by_price`; None: it has none. `memo`: of the last decision."""
+        return None
 
     def lend(self, view: DeviceView, to: str, pages: int) -> LendAnswer:
         """Make room for pages that an operator lends to another device, or refuse. By default
@@ -146,6 +152,11 @@ class FleetPolicy(Policy, ABC):
     @property
     def lends(self) -> bool:
         """Whether it may have devices lend pages to each other."""
+        return False
+
+    @property
+    def by_price(self) -> bool:
+        """Whether it reads the devices' curves of marginal prices (`MemoryPolicy.prices`)."""
         return False
 
     @property

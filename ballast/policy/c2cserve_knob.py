@@ -2,8 +2,8 @@
 
 The share starts at 0, which spares the link. Where the link is used more than device memory it is
 lowered, where device memory is used more it is raised; both are smoothed first. The update is made
-between passes and changes nothing else. On CPUs, where host memory is the device's memory, the
-share means nothing. Used by the simulator.
+at the boundaries of layers and changes nothing else. On CPUs, where host memory is the device's
+memory, the share means nothing. Used by the simulator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KnobRule:
 
 @dataclass(frozen=True, slots=True)
 class PassMeasurement:
-    """What one pass showed."""
+    """What a layer of a pass showed, in times of the whole pass."""
 
     seconds: float
     budget: float

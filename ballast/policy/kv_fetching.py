@@ -1,7 +1,7 @@
-"""Decide whether KV that lies in a tier below the device is fetched or computed again.
+"""Decide whether KV in a tier below the device is fetched or computed again, or comes home.
 
 Used by the engine when it admits a request, and when a block has filled: what would never be
-fetched is not stored either.
+fetched is not stored either. And when a request begins to decode whose KV lies with a neighbour.
 """
 
 from __future__ import annotations
@@ -36,3 +36,10 @@ def is_worth_fetching(
     fetching = overhead + copy_seconds(n_bytes, bytes_per_second)
     fetching += copy_seconds(disk_bytes, DISK_BYTES_PER_SECOND)
     return fetching < computing_seconds(costs, start, tokens, total)
+
+
+def is_worth_exchanging(read_seconds: float, step_seconds: float, steps: int) -> bool:
+    """Return whether KV with a neighbour, for which each of `steps` decode steps of `step_seconds`
+    would read `read_seconds` beside its work, is to change places with KV of the device: it crosses
+    the link once in either direction."""
+    return steps * (read_seconds - step_seconds) > 2 * read_seconds

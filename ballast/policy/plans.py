@@ -1,14 +1,14 @@
 """Ask for other residency plans of a model: activation, eviction in part or whole, remapped layers.
 
 Used by all parts of `policy` that move weights. Each changes the present plan (`ModelView.plan`);
-what a change costs, the two plans say (`ResidencyPlan.to`).
+how many pages a change takes, the two plans say (`ResidencyPlan.to`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ballast.core.actions import Action, Reside
+from ballast.core.actions import Action, Reside, Why
 from ballast.core.rotation import Rotation
 from ballast.core.view import DeviceView, ModelView
 
@@ -26,7 +26,7 @@ def eviction(m: ModelView, why: str, pages: int | None = None) -> Reside:
     return Reside(m.name, m.plan.without(pages), why)
 
 
-def remap(m: ModelView, rotation: Rotation, why: str) -> Reside:
+def remap(m: ModelView, rotation: Rotation, why: Why) -> Reside:
     """Have these layers of a resident model rotate, and no others."""
     return Reside(m.name, m.plan.turned(rotation), why)
 
@@ -53,6 +53,8 @@ def last_plans(actions: Iterable[Action]) -> list[Action]:
     last other plan; and all other actions."""
     actions = list(actions)
     last = {_model_and_kind(a): a for a in actions if isinstance(a, Reside)}
+    if not last:
+        return actions
     return [a for a in actions if not isinstance(a, Reside) or a is last[_model_and_kind(a)]]
 
 

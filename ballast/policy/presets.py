@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from ballast.core.errors import ConfigError
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.admission.late_last import LateLast
+from ballast.policy.admission.least_harm import LeastHarm
 from ballast.policy.admission.slack import Slack
 from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
 from ballast.policy.compute.adbs import AdaptiveBatches
 from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
 from ballast.policy.compute.chunks import Chunks
 from ballast.policy.compute.deadline import Deadline
+from ballast.policy.fleet.by_price import ByPrice
 from ballast.policy.fleet.elastic_lending import ElasticLending
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.link_aware import LinkAware
@@ -54,6 +56,7 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "kvpr": LeastPressure(),
     "link": LinkAware(),
     "swiftcache": ElasticLending(),
+    "price": ByPrice(),
 }
 """Fleet policies, by the values of `placement` in a fleet file."""
 JOIN = "+"
@@ -135,7 +138,7 @@ _KINDS = {
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
     "swiftcache": _Kind(SwiftCache, "deadline", "swiftcache"),
     "c2cserve": _Kind(HostDirect, "chunks", "link"),
-    "ballast": _Kind(Arbiter, "deadline", admission=Slack),
+    "ballast": _Kind(Arbiter, "deadline", "price", LeastHarm),
 }
 PRESETS = tuple(_KINDS)
 
@@ -196,9 +199,14 @@ def resolve(
 
 def preset_of(fleet: FleetSettings) -> Preset:
     """Return the preset of a fleet, with its options and placement. Raises ConfigError as
-    `resolve`, and if one of the fleet's devices does not meet a policy's requirements."""
+    `resolve`, and if one of the fleet's devices does not meet a policy's requirements; where a
+    device cannot follow the load, a placement that only the preset names gives way to `work`."""
     preset = resolve(fleet.preset, fleet.options, placement=fleet.placement)
-    for device in (fleet.device, *fleet.others):
+    devices = (fleet.device, *fleet.others)
+    needed = preset.fleet.requires
+    if fleet.placement is None and any(needed.refusal(device) for device in devices):
+        preset = resolve(fleet.preset, fleet.options, placement=_PLACEMENT)
+    for device in devices:
         if (refusal := preset.refusal(device)) is not None:
             raise refusal
     return preset
@@ -226,7 +234,7 @@ def _all_fields(
     kind: _Kind, compute: Callable[..., ComputePolicy], placement: str
 ) -> tuple[str, ...]:
     own = (*_fields(kind.memory), *_fields(compute), *_fields(kind.admission))
-    return (*own, *PLACEMENTS[placement].options)
+    return tuple(dict.fromkeys((*own, *PLACEMENTS[placement].options)))
 
 
 def _own(policy: Callable[..., object], options: Mapping[str, float]) -> dict[str, float]:

@@ -17,15 +17,6 @@ class Requirements:
 
     rotation: bool = False
     """Layers of weights can rotate."""
-    kv_swapping: bool = False
-    """KV lies layer by layer, and that of some layers is copied between device and host in each
-    step, beside those of weights.
-
-    KV cannot lie on borrowed pages then, which back whole blocks.
-    """
-    dirty: bool = False
-    """Only what a step has written of a swapped layer is copied back to the host; else all of
-    it."""
     in_place: bool = False
     """Passes read all weights in host memory: models take pages for KV alone."""
     kv_staging: bool = False
@@ -37,12 +28,10 @@ class Requirements:
         """Return why a device does not meet the requirements, or None."""
         if self.rotation and not device.rotates:
             return "its layers of weights must rotate, which those spread over ranks cannot so far"
-        if self.kv_swapping and device.tensor_parallel > 1:
-            return "KV must be swapped layer by layer, which devices of one rank can so far"
         if self.in_place and (device.gpu is not None or device.tensor_parallel > 1):
             return "weights must be read in host memory, which CPU devices of one rank can so far"
-        if self.kv_staging and (device.tensor_parallel > 1 or device.gpu is not None):
-            return "KV blocks must be staged on the host, which CPU devices of one rank can so far"
+        if self.kv_staging and device.tensor_parallel > 1:
+            return "KV blocks must be staged on the host, which devices of one rank can so far"
         if self.following and device.tensor_parallel > 1:
             return "models cannot follow the load to devices that share them over ranks"
         return None

@@ -40,7 +40,7 @@ class LayerStream:
         in `after_use` and `after`; otherwise a copy is returned when all that has happened."""
         self.buffers: list[Buffer] = []
         self.failure: str | None = None
-        """Why content that the present pass has written, or moved, is not stored."""
+        """Why content that the present pass has written is not stored."""
         self._ahead = ahead
         self._flying: dict[int, LayerCopy] = {}
         """Copies that have not ended, those not yet returned among them."""
@@ -130,11 +130,6 @@ class LayerStream:
         self.change(buffer, WHOLE)
         buffer.broken = broken
         buffer.absent.update(broken)
-
-    def move(self, buffer: Buffer, layers: Iterable[int], direction: Direction) -> list[LayerCopy]:
-        """Copy all content of layers that are home between there and the host; no pass runs."""
-        self.failure = None
-        return [self._issue(buffer, layer, HOME, direction) for layer in layers]
 
     # -- an arrival -------------------------------------------------------------------------------
 

@@ -10,13 +10,16 @@ cannot see `sim`. Its process runs without PyTorch (`without_torch`).
 - `fleet_loader`: Starts the devices and loads the fleet's models, while the server answers.
 - `generate`: Answers of checked requests: parameters, constraints, choices, embeddings.
 - `http`: HTTP itself: connections, bodies, errors, the context of a request.
+- `http_server`: The HTTP server: the application within what guards it.
 - `messages_api`: Anthropic's Messages API.
 - `model_loads`: Models that are not served yet, and the requests that wait for them.
 - `observe`: Metrics, traces, the log of requests, records of the server's state.
 - `ollama_api`: Ollama's API: requests, records, forms.
+- `operator_signals`: What an operator's signals ask of a server.
 - `openai`: OpenAI's completions and chat APIs: requests, records, forms.
 - `responses_api`: OpenAI's Responses API.
 - `prompt_encoder`: Encodes prompts and conversations as token ids.
+- `restart`: Restarts a server in place, with its weights and its listening socket.
 - `routes`: HTTP routes: generation, texts, administration, state, health.
 - `serve`: Runs a server: bind, start workers, answer, drain.
 - `served_models`: Looks up models by name or alias, with their tokenizers.

@@ -17,6 +17,8 @@ from ballast import __version__
 from ballast.core.errors import BallastError
 from ballast.server.access.gate import Gate
 from ballast.server.admin.admin_service import AdminService
+from ballast.server.admin.pulls import Pulls
+from ballast.server.admin.simulations import Simulations
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
 from ballast.server.http.json_route import json_route
@@ -27,6 +29,7 @@ from ballast.server.routes.admin import add_admin_routes
 from ballast.server.routes.catalogue import described, listed, resident
 from ballast.server.routes.generate import add_generating_routes
 from ballast.server.routes.health import add_health
+from ballast.server.routes.live import add_live_route
 from ballast.server.routes.ollama import add_ollama_routes
 from ballast.server.routes.openapi_document import ERRORS, document, responses_of
 from ballast.server.routes.page import add_page
@@ -55,11 +58,12 @@ def create_app(service: Service, admin: AdminService) -> Gate:
     _add_reading(app, service)
     add_health(app, service, gate)
     add_observe_routes(app, service, gate)
-    add_admin_routes(app, service, admin)
+    add_live_route(app, service, gate)
+    add_admin_routes(app, service, admin, Simulations(service))
     add_adapter_routes(app, service, admin)
     add_generating_routes(app, service)
     add_text_routes(app, service)
-    add_ollama_routes(app, service)
+    add_ollama_routes(app, service, Pulls(admin, lambda: service.settings.pull))
     add_page(app)
     gate.routes = app.routes
     return gate

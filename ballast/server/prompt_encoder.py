@@ -6,7 +6,8 @@ Used by `Service` and by the routes for tokenizing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ballast.core.errors import ContextLengthExceeded, InvalidRequest
 from ballast.core.model import ModelSpec
@@ -19,6 +20,32 @@ from ballast.server.text.chat_template import EncodedJob, TemplateRenderer
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 from ballast.server.text.turns import fitted
 from ballast.server.tools.dialect import check_arguments
+
+R = TypeVar("R")
+
+
+async def _bounded(encode: Callable[[], R], size: int, spec: ModelSpec, field: str) -> R:
+    """Encode texts of `size` characters, on a thread if they are long. Raises
+    ContextLengthExceeded in place of TooManyTokens."""
+    try:
+        return await off_loop(size > LONG_TEXT, encode, huge=size > HUGE_TEXT)
+    except TooManyTokens as error:
+        found = "more" if error.found is None else error.found
+        most, why = spec.max_model_len, f"{found} tokens in {error.characters} characters"
+        raise ContextLengthExceeded(
+            f"{field}: the context of {spec.name!r} is {most} tokens; there are {why}", field
+        ) from None
+
+
+def _check_vocabulary(
+    encoded: Sequence[Sequence[int]], spec: ModelSpec, tokenizer: Tokenizer, field: str
+) -> None:
+    """Raise InvalidRequest for a token without an embedding."""
+    for ids in encoded:
+        if ids and max(ids) >= spec.vocab:
+            [token] = tokenizer.spelled([max(ids)])
+            why = f"the token {token!r} is beyond the embedding of {spec.name!r}"
+            raise InvalidRequest(f"{field}: {why}, which has {spec.vocab} rows", field)
 
 
 class PromptEncoder:
@@ -77,26 +104,37 @@ class PromptEncoder:
         Raises InvalidRequest for a token without an embedding, and ContextLengthExceeded, before
         tokenizing where the length of the text suffices to know.
         """
-        most = spec.max_model_len
 
         def encode() -> list[list[int]]:
+            most = spec.max_model_len
             encoded = [tokenizer.encode(text, special=special, most=most) for text in texts]
-            for ids in encoded:
-                if ids and max(ids) >= spec.vocab:
-                    [token] = tokenizer.spelled([max(ids)])
-                    why = f"the token {token!r} is beyond the embedding of {spec.name!r}"
-                    raise InvalidRequest(f"{field}: {why}, which has {spec.vocab} rows", field)
+            _check_vocabulary(encoded, spec, tokenizer, field)
             return encoded
 
-        try:
-            size = sum(map(len, texts))
-            return await off_loop(size > LONG_TEXT, encode, huge=size > HUGE_TEXT)
-        except TooManyTokens as error:
-            found = "more" if error.found is None else error.found
-            why = f"{found} tokens in {error.characters} characters"
-            raise ContextLengthExceeded(
-                f"{field}: the context of {spec.name!r} is {most} tokens; there are {why}", field
-            ) from None
+        return await _bounded(encode, sum(map(len, texts)), spec, field)
+
+    async def encode_pairs(
+        self,
+        texts: Sequence[str | list[int]],
+        pairs: Sequence[tuple[int, int]],
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        field: str,
+    ) -> tuple[list[list[int]], list[int]]:
+        """Encode pairs of texts, by their places; returns token ids, and the first position of each
+        second text. Raises as `encode_texts`."""
+
+        def encode() -> tuple[list[list[int]], list[int]]:
+            encoded = [
+                tokenizer.encode_pair(str(texts[a]), str(texts[b]), spec.max_model_len)
+                for a, b in pairs
+            ]
+            prompts = [ids for ids, _ in encoded]
+            _check_vocabulary(prompts, spec, tokenizer, field)
+            return prompts, [second for _, second in encoded]
+
+        size = sum(len(texts[a]) + len(texts[b]) for a, b in pairs)
+        return await _bounded(encode, size, spec, field)
 
     async def encode_conversation(
         self,

@@ -10,58 +10,55 @@ import atexit
 import contextlib
 import gc
 import logging
-import signal
+import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
+import msgspec
 
 from ballast.cluster.controller import Controller
+from ballast.cluster.handed_weights import HandedWeights
+from ballast.cluster.hosts.hosted_workers import RayHosts, hosted_on_ray
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_worker import COMMAND, LocalWorker
+from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.spare_worker import LocalWorkers
+from ballast.core.settings import FleetSettings
 from ballast.fleet.fleet_source import FleetReading, FleetSource
 from ballast.isolation.confinement import conceal_memory, missing
-from ballast.isolation.hangup import note_hangup, take_hangup
+from ballast.isolation.hangup import note_hangup
 from ballast.live.inbox import MonotonicClock
-from ballast.server.access.gate import Gate
-from ballast.server.access.keys import Guard
-from ballast.server.admin.admin_service import AdminService
-from ballast.server.app import create_app
-from ballast.server.fleet_loader import FleetLoader
 from ballast.server.http.address import bound, is_loopback
-from ballast.server.http.connection import new_loop, protocol
-from ballast.server.http.connection_limits import Connections, limited
-from ballast.server.http.cors import Cors
+from ballast.server.http.connection import new_loop
 from ballast.server.http.file_limit import OTHER_FILES, check_files
-from ballast.server.http.origins import SameOrigin, check_origins
-from ballast.server.http.route_match import RouteMatch
+from ballast.server.http.origins import check_origins
 from ballast.server.http.watchdog import Watchdog
-from ballast.server.observe.request_log import log_request
-from ballast.server.observe.request_watch import Listener, Watch
 from ballast.server.observe.tracing import Tracing, tracing
-from ballast.server.service import Service
-from ballast.server.text.chat_template import TemplateRenderer
+from ballast.server.operator_signals import OperatorSignals
+from ballast.server.restart import Handed, code_digest, listener_of, received, start_again
 from ballast.server.without_torch import forgo_torch
+
+if TYPE_CHECKING:  # their imports take as long as a worker's, beside which they run (`_serve`)
+    from ballast.server.access.gate import Gate
+    from ballast.server.admin.admin_service import AdminService
+    from ballast.server.http.connection_limits import Connections
+    from ballast.server.service import Service
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75
-"""Seconds after which an idle connection is closed: later than clients and proxies commonly close
-theirs, since a request that crosses the closing of its connection is lost."""
 LAST_SECONDS = 5.0
-"""Seconds for connections to close, and then for the workers to end, once all requests are
-answered."""
-
+"""Seconds for the workers to end once all requests are answered."""
 STOP_SECONDS = 6 * LAST_SECONDS
 """Seconds for the whole shutdown, beside `drain_seconds`; then the watchdog ends the process."""
 BEAT_SECONDS = 0.5
 """Seconds between two beats of the watchdog."""
+ROOM_SECONDS = 2.0
+"""Seconds after which a device that waits for a host is not expected to find one at once."""
 
 
 class WallClock:
@@ -80,6 +77,7 @@ def serve(
     otlp_endpoint: str | None = None,
     reading: FleetReading | None = None,
     worker_command: Sequence[str] = COMMAND,
+    ray: RayHosts | None = None,
     own_process: bool = False,
     progress: Callable[[str], object] = lambda text: None,
 ) -> int:
@@ -89,19 +87,18 @@ def serve(
     `port` 0 takes a free port; `progress` receives in words how far loading is, and `ready` is
     called with the port once each model serves or has failed. On the first signal new requests are
     refused, and open ones have the settings' `drain_seconds` to finish; a second signal cuts that
-    short. On SIGHUP the fleet file is read again. Outside the
-    main thread no signals are handled. Traces go to the collector at `otlp_endpoint`, or at the one
-    that the environment names, if any. `reading`: of `source`, if it has been read. `own_process`:
+    short. On SIGHUP the fleet file is read again; on SIGUSR2 the process drains and starts the same
+    command anew (`restart`), if it is the server's own. Outside the main thread no signals are
+    handled. Traces go to the collector at `otlp_endpoint`, or at the one
+    that the environment names, if any. `reading`: of `source`, if it has been read. `ray`:
+    a Ray cluster, on whose nodes devices are placed. `own_process`:
     the process is the server's own. A watchdog ends it where it hangs, also after this function has
     returned, it can import no PyTorch from now on, and other processes cannot read its memory.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
     open as many files as it needs, Unavailable if no model can be served.
     """
-    if own_process:
-        note_hangup()
-        forgo_torch()
-        conceal_memory()
+    handed, code = _take_process() if own_process else (None, "")
     reading = reading or source.read()
     for name, why in reading.fleet.faults.items():
         log.warning("%s is left out, others are served: %s", name, why)
@@ -109,35 +106,54 @@ def serve(
     check_origins(reading.fleet.server)
     source.settle(reading)
     tracer = tracing(otlp_endpoint, MonotonicClock(), WallClock())
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    operator = OperatorSignals(restarts=own_process)
+    with (
+        listener_of(handed, host, port) or bound(host, port) as listener,
+        asyncio.Runner(loop_factory=new_loop) as runner,
+    ):
         watchdog = Watchdog()
         if own_process:
             watchdog.start()
-        return runner.run(
-            _serve(source, reading, host, port, ready, progress, tracer, worker_command, watchdog)
+        weights = HandedWeights() if handed is None else handed.weights
+        left = runner.run(
+            _serve(
+                *(source, reading, weights, host, listener, operator),
+                *(ready, progress, tracer, worker_command, watchdog, ray),
+            )
         )
+        if operator.listener is not None:
+            watchdog.stop()
+            start_again(Handed(code, operator.listener.detach(), left))
+    return 0
 
 
 async def _serve(
     source: FleetSource,
     reading: FleetReading,
+    weights: HandedWeights,
     host: str,
-    port: int,
+    listener: socket.socket,
+    operator: OperatorSignals,
     ready: Callable[[int], None] | None,
     progress: Callable[[str], object],
     tracer: Tracing | None,
     worker_command: Sequence[str],
     watchdog: Watchdog,
-) -> int:
-    operator = OperatorSignals()
+    ray: RayHosts | None,
+) -> HandedWeights:
+    """Serve until the operator stops the server; returns the weights that it had loaded."""
     beating = asyncio.ensure_future(_beat(watchdog))
-    with bound(host, port) as listener, operator.by_signals():
+    with operator.by_signals():
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         kv_broker = KvBroker.of(reading.fleet.kv, reading.fleet.server.keys)
-        controller = Controller(
-            lambda: LocalWorker(worker_command, broker, kv_broker), broker, kv_broker
-        )
-        controller.prepare(reading.fleet)
+        drop_handed = _adopt(weights, broker, reading.fleet)
+        controller = await _controller(reading.fleet, ray, worker_command, broker, kv_broker)
+        from ballast.server.admin.admin_service import AdminService
+        from ballast.server.fleet_loader import FleetLoader
+        from ballast.server.http.connection_limits import Connections
+        from ballast.server.service import Service
+        from ballast.server.text.chat_template import TemplateRenderer
+
         templates = TemplateRenderer()
         clock, wall = MonotonicClock(), WallClock()
         service = Service(controller, {}, clock, wall, reading.fleet.server, templates)
@@ -145,6 +161,8 @@ async def _serve(
         loader = FleetLoader(service, progress)
         await loader.expect(reading.fleet)
         loading = asyncio.ensure_future(loader.run(reading.fleet))
+        loading.add_done_callback(lambda loaded: loaded.cancelled() or drop_handed())
+        sampling = asyncio.ensure_future(service.keep_history())
         connections = Connections(
             lambda: service.settings.most_connections,
             lambda: OTHER_FILES + len(broker),
@@ -152,18 +170,9 @@ async def _serve(
         )
         try:
             await _answer(
-                service,
-                admin,
-                loading,
-                host,
-                listener,
-                operator,
-                ready,
-                tracer,
-                watchdog,
-                connections,
+                *(service, admin, loading, host, listener),
+                *(operator, ready, tracer, watchdog, connections),
             )
-            return 0
         finally:
             watchdog.end_within(STOP_SECONDS)
             loading.cancel()
@@ -174,7 +183,56 @@ async def _serve(
                 kv_broker.shut()
             if tracer is not None:
                 await tracer.close(LAST_SECONDS)
+            sampling.cancel()
             beating.cancel()
+    return broker.handed()
+
+
+def _take_process() -> tuple[Handed | None, str]:
+    """Make this process the server's own; returns what the server before it in this process has
+    handed over, and the digest of the code."""
+    note_hangup()
+    code = code_digest()
+    handed = received(code)
+    forgo_torch()
+    conceal_memory()
+    os.environ["RUST_BACKTRACE"] = "0"  # else each panic of a tokenizer holds the loop up
+    return handed, code
+
+
+async def _controller(
+    fleet: FleetSettings,
+    ray: RayHosts | None,
+    worker_command: Sequence[str],
+    broker: SegmentBroker,
+    kv_broker: KvBroker | None,
+) -> Controller:
+    """Return the controller of a fleet. Workers of this host begin to import at once."""
+    if ray is not None:
+        hosted = await hosted_on_ray(ray, fleet, worker_command)
+        controller = Controller(hosted, hosted)
+        controller.prepare(fleet)
+        return controller
+    local = LocalWorkers(lambda: LocalWorker(worker_command, broker, kv_broker))
+    controller = Controller(local, broker, kv_broker)
+    controller.prepare(fleet)
+    await local.begin()
+    return controller
+
+
+def _adopt(
+    weights: HandedWeights, broker: SegmentBroker, fleet: FleetSettings
+) -> Callable[[], object]:
+    """Take over the weights that the server before this one had loaded, as far as they hold;
+    returns what frees those of them that no worker has taken."""
+    try:
+        drop = broker.adopt(weights, fleet.models)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        log.warning("weights are read anew after the restart: %s", error)
+        return lambda: None
+    if weights.models:
+        log.info("files of weights in memory since before the restart: %d", len(broker))
+    return drop
 
 
 async def _beat(watchdog: Watchdog) -> None:
@@ -198,10 +256,13 @@ async def _answer(
 ) -> None:
     """Answer requests until the operator stops the server and it has drained. Raises what `loading`
     raises, if the fleet cannot be loaded."""
+    from ballast.server.app import create_app
+    from ballast.server.http_server import http_server
+
     gate = create_app(service, admin)
     gate.crowded = connections.crowded
     service.metrics.connections.set_function(lambda: connections.open)
-    http = _http_server(service, gate, tracer, connections, name)
+    http = http_server(service, gate, tracer, connections, name)
     host, port = listener.getsockname()[:2]
     running = asyncio.ensure_future(http.serve(sockets=[listener]))
     if await _first(running, http.up):
@@ -222,6 +283,7 @@ async def _answer(
     if not running.done():
         watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
         await _drain(service, gate, operator)
+        operator.keep_listening(listener)
         http.should_exit = True
     await running
 
@@ -243,51 +305,27 @@ async def _announce_loaded(
     await asyncio.Event().wait()
 
 
-def _http_server(
-    service: Service, gate: Gate, tracer: Tracing | None, connections: Connections, name: str
-) -> HttpServer:
-    """Build the HTTP server, with the application inside its gate, keys, CORS, checks of host and
-    route, and request watch. `name`: of the address that it listens on."""
-    listeners: list[Listener] = [service.requests.over, log_request]
-    listeners += [] if tracer is None else [tracer]
-    guarded = Cors(Guard(gate, service.keys), lambda: service.settings)
-    checked = SameOrigin(guarded, lambda: service.settings, (name,))
-    app = Watch(
-        RouteMatch(checked, gate.routes),
-        service.metrics,
-        service.clock,
-        listeners,
-        service.requests.arrived,
-    )
-    return HttpServer(
-        uvicorn.Config(
-            app,
-            http=limited(
-                protocol(), connections, send_seconds=lambda: service.settings.send_seconds
-            ),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(LAST_SECONDS),
-        )
-    )
-
-
 async def _drain(service: Service, gate: Gate, operator: OperatorSignals) -> None:
     """Accept no new requests, wait for the open ones, and fail those left."""
     gate.draining = True
     log.warning("draining: %d requests are open", gate.open)
     idle = asyncio.ensure_future(gate.idle.wait())
+    hopeless = asyncio.ensure_future(_fail_waiting(service))
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(service.settings.drain_seconds):
             await _first(idle, operator.to_hurry)
     idle.cancel()
+    hopeless.cancel()
     service.loads.give_up()
     service.controller.router.fail_all("unavailable", "the server stopped before this was finished")
+
+
+async def _fail_waiting(service: Service) -> None:
+    """Fail requests that wait for a device that waits for a host, until cancelled."""
+    while True:
+        await asyncio.sleep(ROOM_SECONDS)
+        if service.controller.fail_waiting():
+            service.loads.give_up()
 
 
 async def _reload(operator: OperatorSignals, admin: AdminService) -> None:
@@ -309,59 +347,6 @@ async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> bool:
     finally:
         waiting.cancel()
     return task.done()
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers, and with an event (`up`) for when it
-    listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-
-class OperatorSignals:
-    """Events that the operator's signals set: stop (first SIGTERM or SIGINT), stop now (second),
-    read the fleet file again (SIGHUP)."""
-
-    def __init__(self) -> None:
-        self.to_stop = asyncio.Event()
-        self.to_hurry = asyncio.Event()
-        self.to_reload = asyncio.Event()
-
-    @contextlib.contextmanager
-    def by_signals(self) -> Iterator[None]:
-        """Handle SIGTERM, SIGINT and SIGHUP in the `with` block, where this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        handlers = {
-            signal.SIGTERM: self._once_more,
-            signal.SIGINT: self._once_more,
-            signal.SIGHUP: self.to_reload.set,
-        }
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
-        if take_hangup():
-            self.to_reload.set()
-        try:
-            yield
-        finally:
-            for number in handlers:
-                loop.remove_signal_handler(number)
-            note_hangup()  # the process is not to end by one now, either
-
-    def _once_more(self) -> None:
-        (self.to_hurry if self.to_stop.is_set() else self.to_stop).set()
 
 
 def _announce(service: Service, host: str, port: int) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.output_stream import OutputStream
 from ballast.core.clock import Clock
 from ballast.core.errors import InvalidRequest
-from ballast.core.model import ModelSpec
+from ballast.core.model import SCORE, ModelSpec
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import ServerSettings
 from ballast.server.access.keys import ApiKeys
@@ -35,10 +35,16 @@ from ballast.server.http.bodies import MOST_WEIGHT
 from ballast.server.http.faults import Fault
 from ballast.server.http.fields import Body
 from ballast.server.http.refused_fields import refuse_fields
-from ballast.server.http.request_context import Caller, RequestContext
+from ballast.server.http.request_context import (
+    MOST_SHOWN,
+    Caller,
+    RequestContext,
+    RequestTexts,
+)
 from ballast.server.model_loads import ModelLoads
 from ballast.server.observe.device_metrics import DeviceCollector
 from ballast.server.observe.kv_metrics import KvCollector
+from ballast.server.observe.memory_history import SAMPLE_SECONDS, MemoryHistory
 from ballast.server.observe.metrics import Metrics
 from ballast.server.observe.recent_requests import RecentRequests
 from ballast.server.openai.request import GenerateRequest
@@ -87,6 +93,7 @@ class Service:
             KvCollector(controller.kept_kv.report, lambda: devices.report)
         )
         self.requests = RecentRequests(clock)
+        self.history = MemoryHistory()
         self.wall = wall
         self.started = int(wall.now())
         self.clock = clock
@@ -97,6 +104,14 @@ class Service:
         """Use other keys, quotas and limits for requests from now on."""
         self.settings = settings
         self.keys.replace(settings)
+
+    async def keep_history(self) -> None:
+        """Sample the devices' memory for ever."""
+        while True:
+            devices = self.controller.devices
+            reports = [d.report for d in devices.values() if d.report is not None]
+            self.history.add(self.wall.now(), reports, devices.open_requests)
+            await asyncio.sleep(SAMPLE_SECONDS)
 
     @property
     def most_weight(self) -> int:
@@ -127,7 +142,10 @@ class Service:
         context.request, context.answer_id = request, answer_id
         request.check()
         if not spec.generates:
-            why = "has no head to generate with; it embeds texts (/v1/embeddings)"
+            uses = "scores pairs of texts (/v1/rerank)"
+            if spec.pooling != SCORE:
+                uses = "embeds texts (/v1/embeddings)"
+            why = f"has no head to generate with; it {uses}"
             raise InvalidRequest(f"the model {spec.name!r} {why}", "model")
         key = context.caller.key
         tokens_that_fit(request, spec, key, [0] * request.prompt_count)
@@ -157,43 +175,64 @@ class Service:
         generation = Generation(
             spec.name, choices, stream, meter, arrived, self.clock, self.metrics
         )
+        if self.settings.request_texts:
+            shown = tokenizer.decode(prompts[0][1][-MOST_SHOWN:])[-MOST_SHOWN:]
+            generation.texts = context.texts = RequestTexts(shown)
         context.answer = generation
         return generation
 
     async def embed(
-        self, request: EmbeddedTexts, answer_id: str, context: RequestContext
+        self,
+        request: EmbeddedTexts,
+        answer_id: str,
+        context: RequestContext,
+        pairs: Callable[[], Sequence[tuple[int, int]]] | None = None,
     ) -> Embedding:
-        """Submit texts to be embedded; `answer_id` begins the ids of their submissions. Raises
-        RequestError, Fault or Unavailable."""
+        """Submit texts to be embedded, or, to a cross encoder, `pairs` of them, by their places, to
+        be scored; `answer_id` begins the ids of their submissions. Raises RequestError, Fault or
+        Unavailable."""
         arrived = self.clock.now()
         context.model = request.model
         spec = await self.models.arrived(request.model, context.caller)
         self.check_fields(request)
         if not spec.embeds:
             raise InvalidRequest(f"the model {spec.name!r} does not embed texts", "model")
+        if spec.pooling == SCORE and pairs is None:
+            why = "scores pairs of texts (/v1/rerank), and embeds none"
+            raise InvalidRequest(f"the model {spec.name!r} {why}", "model")
         request.check(spec.name, spec.hidden)
         priority = spec.priority - _priority_offset(request.priority, context.caller)
         tokenizer = self.models.tokenizer(spec.name)
-        prompts = await self.prompts.encode_prompts(request.texts, spec, tokenizer, request.field)
+        if spec.pooling == SCORE and pairs is not None:
+            prompts, seconds = await self.prompts.encode_pairs(
+                request.texts, pairs(), spec, tokenizer, request.field
+            )
+        else:
+            prompts = await self.prompts.encode_prompts(
+                request.texts, spec, tokenizer, request.field
+            )
+            seconds = [0] * len(prompts)
         submissions = []
         for i, prompt in enumerate(prompts):
             if i % TEXTS_PER_TURN == TEXTS_PER_TURN - 1:
                 await asyncio.sleep(0)
-            check_fits(spec, len(prompt), 1, request.field)
+            check_fits(spec, len(prompt), 0 if spec.pooling else 1, request.field)
             submissions.append(
                 Submission(
                     id=f"{answer_id}-{i}",
                     model=spec.name,
                     prompt=tuple(prompt),
-                    max_tokens=1,
+                    max_tokens=0 if spec.pooling else 1,
                     priority=priority,
                     embed=True,
+                    second_text=seconds[i],
                 )
             )
         meter, stream = self._submit(submissions, spec, context.caller, request.cache_salt)
         embedding = Embedding(
             spec.name, submissions, stream, meter, arrived, self.clock, self.metrics
         )
+        embedding.of_pairs = spec.pooling == SCORE
         context.answer = embedding
         return embedding
 

@@ -6,15 +6,17 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `abbreviations`: Actions of older stories, in place of the plans that policies state today.
 - `calibrate`: Measure this machine's job costs, link and loop overhead.
 - `change_queue`: Internal changes of a simulated world (ends of flows, of layers) in time order.
-- `cluster_files`: Placement, links and lending of a simulated cluster, from files.
+- `cluster_files`: Placement, links and operators' orders of a simulated cluster, from files.
 - `cluster`: A cluster of simulated devices under one workload.
 - `controller`: The controller in virtual time.
 - `cost_switches`: Switch single costs of a simulation on or off.
 - `decoding`: Advance a batch through pure decode steps without turns of the loop.
 - `derating`: Fit the fraction of its peaks that a device reaches.
 - `device`: `SimDevice`: one device in virtual time.
+- `distorted_traffic`: Estimates of traffic that are taken away or wrong, for ablations.
 - `event_heap`: The event heap, in a total order.
 - `fitting`: Robust fits of the cost formulas to measurements.
+- `fleet_device`: The controller's record of a simulated device.
 - `fluid`: Max-min fair flows over a graph of links.
 - `frozen_heap`: Keep full garbage collections out of live measurements.
 - `in_place`: Passes that read weights in host memory, over the shared link.
@@ -34,6 +36,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `migration`: Migration of requests between simulated devices.
 - `model_catalogue`: Sizes of public models by name.
 - `no_bytes`: Stand-ins for memory and host tier that hold no bytes.
+- `operator_orders`: Orders of operators in virtual time.
 - `page_costs`: Charge a simulated loop for mapping and unmapping pages.
 - `placement_answers`: Solve placement problems given in JSON (`ballast place`).
 - `roles`: Roles of devices, and devices as replicas for a request.
@@ -51,5 +54,6 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `story_reader`: Reader of story files.
 - `toml_file`: TOML files with known keys, read and written.
 - `topology`: Links between simulated hosts and devices.
+- `wide_stream`: Weights that come over several devices' links at once (Prism, 5.3).
 - `world`: Run several simulated devices in one order of time.
 """

@@ -25,6 +25,4 @@ def as_recorded(recorded: StoryEntry, replayed: StoryEntry) -> StoryEntry:
         return rest | ({"in_place": True} if "in_place" in plan and "in_place" in recorded else {})
     if kind == "Remap":
         return rest | {"rotation": plan.get("rotation", _NONE)}
-    if kind == "SwapKv":
-        return rest | {"action": kind, "rotation": plan.get("kv", _NONE)}
     return replayed

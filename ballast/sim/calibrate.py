@@ -11,7 +11,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from ballast.sim.measure_copies import copying
 from ballast.sim.measure_link import LinkMeter
 from ballast.sim.page_costs import PageCosts
 from ballast.sim.story_costs import fit_jobs, jobs_of, slower_than, spread_of, with_loop
+from ballast.weights.host import HostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,11 @@ def calibrated(
 
     Every model is activated a few times over the (paced) link, timed. Then the loop serves bursts
     of random requests of all models, and job costs are fitted to its story: jobs timed alone in an
-    idle process are up to a third shorter than jobs of a loop with a client. In each round every
-    model gets bursts of all sizes, so that measurements of a model lie apart in time: the speed of
-    a machine drifts. Takes 15 to 30 seconds a round for eight small models on two cores, beside
-    loading them; the machine must be otherwise idle. `progress` gets the current step, its parts
-    done, and its parts in all.
+    idle process are up to a third shorter than jobs of a loop with a client. Models whose jobs cost
+    the same are measured once (`by_sizes`). In each round every one of the others gets bursts of
+    all sizes, so that measurements of a model lie apart in time: the speed of a machine drifts.
+    Takes 15 to 30 seconds a round for eight small models on two cores; the machine must be idle.
+    `progress` gets the current step, its parts done, and its parts in all.
     """
     client = _Client(rounds, seed, progress)
     link, mapping = LinkMeter(), _Mapping()
@@ -111,17 +112,18 @@ def calibrated(
     )
     try:
         device.populate()
+        stands_for = by_sizes(device.models.by_name)
         for i in range(rounds):
             progress("measuring transfers", i, rounds)
             _activate_all(device, link, mapping)
-        client.device = device
+        client.device, client.specs = device, [device.specs[name] for name in stands_for]
         sender = threading.Thread(target=client.send_bursts, daemon=True)
         with frozen_heap():
             sender.start()
             device.run()
             sender.join()
         specs = list(device.specs.values())
-        unserved = sorted(set(device.state.models) - client.served)
+        unserved = sorted(set(stands_for) - client.served)
     finally:
         device.close()
     if unserved:
@@ -138,7 +140,30 @@ def calibrated(
         early=device.machine.copies_beside_jobs,
         answer=statistics.median(receipt_seconds) + statistics.median(client.answer_seconds),
     )
-    return with_engine(profile, before, beside), specs
+    return _for_all(with_engine(profile, before, beside), stands_for), specs
+
+
+def _for_all(found: MachineProfile, stands_for: Mapping[str, Sequence[str]]) -> MachineProfile:
+    """Return the profile with the costs of all models, by those that were measured."""
+    costs = {name: found.costs[of] for of, names in stands_for.items() for name in names}
+    return replace(found, costs=costs)
+
+
+def by_sizes(hosts: Mapping[str, HostModel]) -> dict[str, list[str]]:
+    """Return the models to measure, each with those whose jobs cost the same, itself among them:
+    models of equal layers in equal layouts, as fine-tunes of one model are. Where all are equal,
+    two are measured, as models take turns."""
+    kinds: dict[Hashable, list[str]] = {}
+    for name, host in hosts.items():
+        s = host.spec
+        sizes = (s.n_heads, s.kv_heads, s.dtype, s.block_tokens, s.layer_kv, s.states)
+        experts = (s.experts_per_token, len(s.adapters), s.pooling)
+        kinds.setdefault((host.segments, host.windows, sizes, experts), []).append(name)
+    found = {names[0]: names for names in kinds.values()}
+    if len(found) == 1 and len(hosts) > 1:
+        [names] = found.values()
+        return {names[0]: names[:1], names[1]: names[1:]}
+    return found
 
 
 def _activate_all(device: LiveDevice, link: LinkMeter, mapping: _Mapping) -> None:
@@ -256,6 +281,8 @@ class _Client:
     ) -> None:
         self.device: LiveDevice | None = None
         """Before the loop runs."""
+        self.specs: list[ModelSpec] = []
+        """The models that are asked."""
         self.served: set[str] = set()
         """Models of which a request was answered."""
         self.answer_seconds: list[float] = []
@@ -289,7 +316,7 @@ class _Client:
         """Send all rounds of bursts, then drain the device."""
         device = self.device
         assert device is not None
-        specs = [m.spec for m in device.state.models.values()]
+        specs = self.specs
         n = self._rounds * len(specs) * len(BURSTS)
         for i, burst in enumerate(bursts(specs, self._rounds, self._seed)):
             self._progress("measuring jobs", i, n)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.cluster.placing import need_of, placed_by_role
@@ -26,12 +26,13 @@ from ballast.engine.state import DeviceState
 from ballast.policy.base import FleetPolicy
 from ballast.policy.presets import Preset
 from ballast.sim.cluster_files import NO_FILES, ClusterFiles
-from ballast.sim.controller import FleetStart, OnMove, SimController
+from ballast.sim.controller import FleetStart, OnMove, ReadyAt, SimController
 from ballast.sim.cost_switches import ALL, CostSwitches
 from ballast.sim.device import SendTokens, SimDevice
-from ballast.sim.lending import SimLeases, leases_of
+from ballast.sim.lending import leases_of
 from ballast.sim.machine_profile import MachineProfile, OnParts, unmeasured
 from ballast.sim.migration import migrations_of
+from ballast.sim.operator_orders import TimedOrder, lending_pair, orders_of
 from ballast.sim.profile import DeviceProfile, device_profile
 from ballast.sim.roles import check_roles
 from ballast.sim.simulate import simulate_devices
@@ -175,23 +176,22 @@ class Cluster:
     ) -> None:
         """`served`: settings that devices share (each has its own budget); `traffic`: by model, the
         expected load, for a fleet policy that places by work; `busiest`: the load of each model's
-        busiest period, if known. `on_move` is called with actions that place or move models;
-        `sink_of` returns, by device, the sink of its story; `files`: links, placement and lending
-        orders of devices; `steps`: see `SimDevice`. Raises ConfigError for a model that no device
-        can serve.
+        busiest period, if known. `on_move` is called with orders that have ended; `sink_of`
+        returns, by device, the sink of its story; `files`: links, placement and operators' orders;
+        `steps`: see `SimDevice`. Raises ConfigError for a model that no device can serve.
         """
         policy = preset.fleet if files.homes is None else files.homes
         sites = _sites(kinds, served, files.joints)
         rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
         homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
+        moving = not all(order.lends for order in files.orders)
         self.devices: dict[str, SimDevice] = {}
         """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
-            own = [s for s in specs if name in homes[s.name]]
-            if not own and not policy.decides:
+            own = site.place.host.starts_with(s for s in specs if name in homes[s.name])
+            if not (own or policy.decides or moving):
                 continue
-            observe = None if watch is None else functools.partial(watch, name)
             send = functools.partial(self._on_prefill_output if prefilling else on_output, name)
             self.devices[name] = SimDevice(
                 site.settings,
@@ -200,22 +200,23 @@ class Cluster:
                 site.kind.of(own),
                 send,
                 sink_of(name),
-                observe,
+                watch and functools.partial(watch, name),
                 world=site.place.host.world,
-                path=site.place.path,
+                route=site.place.route,
                 steps=steps,
                 kv_store=site.place.host.kv_store,
             )
-        placed = {name: (device, sites[name].place) for name, device in self.devices.items()}
+        placed = {name: (d, sites[name].place) for name, d in self.devices.items()}
         self._on_output = on_output
+        moving = moving or policy.moves or prefilling
         self.controller = SimController(
             self.devices,
-            FleetStart(homes, needs, rooms, policy),
+            FleetStart(homes, needs, rooms, policy, _orders(files, sites, homes), _ready(sites)),
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,
-            functools.partial(migrations_of, placed if policy.moves or prefilling else {}, policy),
-            _leases(files, preset, placed, list(sites), policy.lends),
+            functools.partial(migrations_of, placed if moving else {}, policy),
+            leases_of(_lent(files, list(sites)), placed, policy.lends),
         )
 
     def _on_prefill_output(self, device: str, at: float, output: Output) -> None:
@@ -306,18 +307,21 @@ def _homes(
     return policy.place(needs, rooms)  # which device does what is up to whoever names them
 
 
-def _leases(
-    files: ClusterFiles,
-    preset: Preset,
-    placed: Mapping[str, tuple[SimDevice, HostPlace]],
-    names: Sequence[str],
-    lends: bool,
-) -> list[SimLeases]:
-    """Build the leases of each host, and schedule orders to lend and recall. Raises ConfigError."""
-    if files.orders and preset.requires.kv_swapping:
-        allowed = "another preset: KV that lies layer by layer never lies on borrowed pages"
-        raise ConfigError("orders", preset.name, allowed)
-    return leases_of(files.orders, placed, names, lends)
+def _orders(
+    files: ClusterFiles, sites: Mapping[str, _Site], models: Collection[str]
+) -> list[TimedOrder]:
+    """Return the operators' orders of a file. Raises ConfigError."""
+    pages = {name: site.settings.page_bytes for name, site in sites.items()}
+    return orders_of(files.orders, models, pages)
+
+
+def _ready(sites: Mapping[str, _Site]) -> ReadyAt:
+    return lambda at, device, spec: sites[device].place.host.ready_at(at, spec)
+
+
+def _lent(files: ClusterFiles, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (lender, borrower) of each order to lend. Raises ConfigError."""
+    return [lending_pair(order, names) for order in files.orders if order.lends]
 
 
 def _settings(kind: Kind, served: DeviceSettings, name: str) -> DeviceSettings:

@@ -1,4 +1,4 @@
-"""Read the files that describe a simulated cluster: placement, links, and lending orders.
+"""Read the files that describe a simulated cluster: placement, links, and operators' orders.
 
 Used by `sim.cluster` and `ballast simulate`. A fault in a file raises `ConfigError`.
 """
@@ -14,8 +14,8 @@ from pydantic import Field
 
 from ballast.core.errors import ConfigError
 from ballast.core.fleet import FleetDecision, FleetView, Need, Room
-from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.link import LinkRates
+from ballast.core.settings import FleetSettings
 from ballast.core.units import format_bytes
 from ballast.fleet.faults import unknown
 from ballast.fleet.field_types import Bandwidth, Count, DeviceName, Name, Positive, Size
@@ -54,6 +54,7 @@ class _Links(Keys):
     host: _Rates | None = None
     peers: Literal["nvlink", "pcie", "memory", "none"] = "none"
     port: _Rates | None = None
+    several: bool = False
 
 
 class _Homes(Keys):
@@ -62,25 +63,75 @@ class _Homes(Keys):
     homes: dict[Name, list[Whole | DeviceName]] = Field(min_length=1)
 
 
-class LendingOrder(Keys):
-    """An operator's order to a device that lends pages: exactly one of `lend` and `recall`."""
+Device = Whole | DeviceName
+
+
+class OperatorOrder(Keys):
+    """An operator's order, at a time: exactly one of `ORDERS`.
+
+    `lend` and `recall` are about two devices; all others name the device in their value, and those
+    about a model the `model`.
+    """
 
     at: NotNegative
     """Virtual seconds."""
-    lender: Whole | DeviceName
-    borrower: Whole | DeviceName
+    lender: Device | None = None
+    borrower: Device | None = None
     lend: Size | None = None
     """Bytes, of which whole pages are lent."""
     recall: Size | Literal["all"] | None = None
     """Bytes."""
     seconds: Positive = 60.0
-    """Seconds within which recalled pages are to be returned."""
+    """Seconds within which recalled pages are to be returned, or requests of a model that is
+    withdrawn are to end."""
+    drain: Device | None = None
+    uncordon: Device | None = None
+    model: Name | None = None
+    place: Device | None = None
+    withdraw: Device | None = None
+    migrate: Device | None = None
+    to: Device | None = None
+    """Where requests migrate; None: to any device of the model."""
+    activate: Device | None = None
+    evict: Device | None = None
+
+    @property
+    def what(self) -> str:
+        """The one of `ORDERS` that it is. Raises ConfigError unless it is exactly one, complete."""
+        where, given = f"orders: at {self.at:g} s", self.model_fields_set
+        found = [key for key in ORDERS if key in given]
+        if len(found) != 1:
+            raise ConfigError(where, found, f"one of {', '.join(ORDERS)}")
+        needed = {"lend": {"lender", "borrower"}, "recall": {"lender", "borrower"}}
+        of_model = set() if found[0] in ("drain", "uncordon") else {"model"}
+        missing = needed.get(found[0], of_model) - given
+        if missing:
+            raise ConfigError(where, found[0], f"with {' and '.join(sorted(missing))}")
+        return found[0]
+
+    @property
+    def lends(self) -> bool:
+        """Whether it is about pages."""
+        return self.lend is not None or self.recall is not None
+
+
+ORDERS = (
+    "lend",
+    "recall",
+    "drain",
+    "uncordon",
+    "place",
+    "withdraw",
+    "migrate",
+    "activate",
+    "evict",
+)
 
 
 class _Orders(Keys):
     """A file of `--orders`."""
 
-    orders: list[LendingOrder] = Field(min_length=1)
+    orders: list[OperatorOrder] = Field(min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +182,16 @@ class ClusterFiles:
     joints: ClusterLinks = APART
     homes: FleetPolicy | None = None
     """Fleet policy that replaces the preset's; None: the preset's."""
-    orders: tuple[LendingOrder, ...] = ()
+    orders: tuple[OperatorOrder, ...] = ()
 
-    def keeping(self, kv: KvTierSettings) -> ClusterFiles:
-        """Return these, with KV tiers of that size on each host."""
-        joints = replace(self.joints, kv_host=kv.host_bytes, kv_disk=kv.disk_bytes)
+    def of(self, fleet: FleetSettings) -> ClusterFiles:
+        """Return these, with the KV tiers and the hosts of a fleet; a file of links says itself how
+        many devices a host has."""
+        joints = replace(self.joints, kv_host=fleet.kv.host_bytes, kv_disk=fleet.kv.disk_bytes)
+        if (hosts := fleet.hosts) is not None:
+            joints = replace(joints, network=hosts.network)
+            if self.joints is APART:
+                joints = replace(joints, per_host=hosts.devices)
         return replace(self, joints=joints)
 
 
@@ -154,8 +210,7 @@ def read_cluster_files(
         homes = GivenHomes(placement, read_keys(Path(placement), _Homes).homes)
     read = () if orders is None else tuple(read_keys(orders, _Orders).orders)
     for order in read:
-        if (order.lend is None) == (order.recall is None):
-            raise ConfigError(f"{orders}: at {order.at:g} s", "", "one of `lend` and `recall`")
+        order.what  # noqa: B018, raises
     joints = APART if links is None else _joints(read_keys(links, _Links))
     return ClusterFiles(joints=joints, homes=homes, orders=read)
 
@@ -177,4 +232,5 @@ def _joints(links: _Links) -> ClusterLinks:
         host=None if links.host is None else links.host.rates,
         peers=PeerLinks(links.peers),
         port=None if links.port is None else links.port.rates,
+        several=links.several,
     )

@@ -1,68 +1,55 @@
-"""Route requests in virtual time, and drive the fleet's machine of orders there.
+"""Route requests in virtual time, and drive the fleet's orders there.
 
-The machine (`control.orders`) is the server's: it calls the fleet policy and carries out its
-actions. `SimController` does their steps on simulated devices, and chooses a device for each
-request. Used by `sim.cluster` and `sim.simulate`.
+The driver (`control.order_driver`) and the machine under it are the server's: they carry out the
+orders of operators and of the fleet policy. `SimController` does what differs: time, and what moves
+requests and lends pages. Used by `sim.cluster` and `sim.simulate`.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
-from ballast.control.order_events import (
-    ActionDone,
-    DoStep,
-    OrderDone,
-    OrdersEvent,
-    OrdersInstruction,
-    StepAnsweredEvent,
-)
-from ballast.control.orders import POLL_SECONDS, Orders
-from ballast.core.actions import ActivateCommand, EvictCommand, Lend, Recall
-from ballast.core.command import Remove
-from ballast.core.cost import StepCosts
-from ballast.core.fleet import FleetAction, LeaseView, Need, Room
+from ballast.control.order_driver import OrderDriver
+from ballast.control.order_events import ActionDone, OrdersEvent, StepAnsweredEvent
+from ballast.control.orders import POLL_SECONDS
+from ballast.core.actions import Lend, Recall
+from ballast.core.event import ArrivalEvent
+from ballast.core.fleet import LeaseView, Need, Room
+from ballast.core.fleet_state import CommandOutcome, FleetState
 from ballast.core.model import ModelSpec
-from ballast.core.order import (
-    ChooseDevices,
-    CommandOutcome,
-    HandOver,
-    MoveRequests,
-    Order,
-    OrderLease,
-    SendCommand,
-    ServeModel,
-    SetCordoned,
-    SetLeaving,
-)
-from ballast.core.report import DeviceReport
+from ballast.core.order import MoveRequests, Order
 from ballast.core.request import Submission
-from ballast.engine.report import report
+from ballast.core.settings import ModelSettings
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.replica_choice import for_prefill
 from ballast.sim.device import SimDevice
+from ballast.sim.fleet_device import GONE, CostsOn, SimFleetDevice, settings_of
 from ballast.sim.lending import WAY, SimLeases
 from ballast.sim.migration import Homes, SimMigrations
+from ballast.sim.operator_orders import TimedOrder
 from ballast.sim.roles import replica_of
 
 SETTLING = 0.1
 """Seconds between two checks whether moves have ended."""
-OnMove = Callable[[float, FleetAction, str | None], None]
-"""Called with (time, action, reason of its refusal; None: it was done)."""
-CostsOn = Callable[[str, ModelSpec], StepCosts]
-"""Returns job costs of (device, model)."""
-Answered = Callable[[object], None]
+OnMove = Callable[[float, Order, str | None], None]
+"""Called with (time, order of the fleet policy or of an operator, reason of its refusal; None: it
+was done)."""
+ReadyAt = Callable[[float, str, ModelSpec], float]
+"""Returns, of (time, device, model), when the model's weights are on the device's host."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStart:
-    """A fleet as it starts: which devices serve which models, and its policy."""
+    """A fleet as it starts: which devices serve which models, its policy, and what operators will
+    order."""
 
     homes: Mapping[str, Sequence[str]]
     needs: Sequence[Need] = ()
@@ -70,10 +57,12 @@ class FleetStart:
     rooms: Sequence[Room] = ()
     """Budgets of the devices."""
     policy: FleetPolicy = field(default_factory=FixedPlacement)
+    orders: Sequence[TimedOrder] = ()
+    ready_at: ReadyAt = lambda at, device, spec: at
 
 
-class SimController:
-    """The controller in virtual time. Implements `control.order_events.PolicyState`."""
+class SimController(OrderDriver[SimFleetDevice]):
+    """The controller in virtual time. Implements `control.fleet_view.FleetBook`."""
 
     def __init__(
         self,
@@ -81,58 +70,88 @@ class SimController:
         start: FleetStart,
         specs: Sequence[ModelSpec],
         costs: CostsOn,
-        on_move: OnMove = lambda at, action, refused: None,
+        on_move: OnMove = lambda at, order, refused: None,
         migrations_of: Callable[[Homes], Sequence[SimMigrations]] = lambda homes: (),
         leases: Sequence[SimLeases] = (),
     ) -> None:
-        """`on_move` is called with every action of the fleet's policy; `migrations_of` makes the
+        """`on_move` is called with every order that has ended; `migrations_of` makes the
         migrations between devices that reach each other."""
-        self.devices, self._start = devices, start
-        self._homes = {model: list(on) for model, on in start.homes.items()}
-        self._specs = {spec.name: spec for spec in specs}
-        self._bases = {served.name: spec.name for spec in specs for served in spec.served}
-        """By model or adapter, the model."""
-        self._costs, self._on_move = costs, on_move
-        self._leaving: dict[str, set[str]] = {name: set() for name in devices}
-        self._cordoned: set[str] = set()
+        fleet: FleetState[SimFleetDevice] = FleetState()
+        super().__init__(fleet)
+        self.devices, self._start, self._on_move = devices, start, on_move
+        by_name = {spec.name: spec for spec in specs}
+        for name, device in devices.items():
+            here = [spec for spec in specs if name in start.homes.get(spec.name, ())]
+            own = settings_of(here, replace(device.state.settings, name=name))
+            fleet.add(SimFleetDevice(device, own, by_name, costs, self))
+            device.on_restart.append(partial(self._restarted, name))
+        fleet.fleet = settings_of(specs, next(iter(fleet.values())).fleet.device)
         self._now = 0.0
-        self._events: deque[OrdersEvent] = deque()
+        self._inbox: deque[OrdersEvent] = deque()
         """Answers of devices, and deaths, that the machine has not handled."""
-        self._awaited = 0
-        """Steps that devices have not answered."""
-        self.migrations = tuple(migrations_of(lambda served: self._homes[self._bases[served]]))
+        self._calls: list[tuple[float, int, Callable[[], object]]] = []
+        """What is to be called, by time."""
+        self._sequence = itertools.count()
+        self._routes: dict[str, list[str]] = {}
+        """By model or adapter, the devices that take its requests; cleared at each `look`."""
+        self.migrations = tuple(migrations_of(fleet.taking))
         self._leases = tuple(leases)
         for each in self._leases:
             each.on_crash += [migrations.lose for migrations in self.migrations]
-            each.on_crash.append(lambda at, name: self._events.append(DeviceLostEvent(name)))
-        self._machine = Orders(self)
-        self._machine.begin(start.policy)
+            each.on_crash.append(self._crashed)
+        for given in start.orders:
+            self.at(given.at, partial(self._ordered, given))
+        self.begin_policy(start.policy, self)
 
     def choose(self, submission: Submission) -> str:
         """Choose the device for a request that arrives now; devices that serve its model are
         advanced to that time first."""
-        homes = self._homes[self._bases[submission.model]]
+        model = submission.model
+        homes = self._routes.get(model)
+        if homes is None:
+            homes = self._routes[model] = [d.name for d in self._fleet.routes(model)]
         if len(homes) == 1:
             return homes[0]
         for name in homes:
             self.devices[name].advance(submission.arrival)
+        return self._choose(submission, homes)
+
+    def _choose(self, submission: Submission, homes: Sequence[str]) -> str:
         replicas = [replica_of(name, self.devices[name], submission) for name in homes]
         return self._start.policy.route(for_prefill(replicas))
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._now
+
+    def at(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call `call` at that time."""
+        heapq.heappush(self._calls, (seconds, next(self._sequence), call))
+
+    def ready_at(self, device: str, spec: ModelSpec) -> float:
+        return self._start.ready_at(self._now, device, spec)
 
     @property
     def due(self) -> float:
         """Time of the next `look`; inf: none is needed."""
-        polled = self._now + POLL_SECONDS if self._awaited or self._events else math.inf
-        return min(self._machine.due, polled)
+        polled = self._now + POLL_SECONDS if self._machine.awaits or self._inbox else math.inf
+        return min(self._machine.due, polled, self._calls[0][0] if self._calls else math.inf)
 
     def look(self, now: float) -> None:
-        """Let the machine handle all that is due at `now`: answers, the fleet policy, models that
-        leave. Before the policy decides, every device is advanced to `now`."""
+        """Handle all that is due at `now`: operators' orders, answers, the fleet policy, models
+        that leave. Before that, every device is advanced to `now`."""
         self._now = now
-        if self._machine.wake_at <= now or self._awaited:
+        calls = bool(self._calls) and self._calls[0][0] <= now
+        if calls or self._machine.wake_at <= now or self._machine.awaits:
             for device in self.devices.values():
                 device.advance(now)
-        self._handle(LookEvent())
+        while self._calls and self._calls[0][0] <= now:
+            heapq.heappop(self._calls)[2]()
+        self._inbox.append(LookEvent())
+        while self._inbox:
+            self._handle(self._inbox.popleft())
+        self._routes.clear()
 
     def settle(self, now: float) -> float:
         """Advance until no model and no request will move between devices any more, by what has
@@ -140,7 +159,7 @@ class SimController:
         self._machine.wake_at = math.inf
         for device in self.devices.values() if self.migrations else ():
             device.advance(math.nextafter(now, math.inf))  # what arrives now has arrived
-        while self._machine.busy or any(each.busy for each in self.migrations):
+        while self._moves or (self._calls and any(d.open_requests for d in self.devices.values())):
             now += SETTLING
             for device in self.devices.values():
                 device.advance(now)
@@ -149,168 +168,87 @@ class SimController:
         return now + 2 * WAY if self.migrations else now  # what has just left arrives within `WAY`
 
     @property
+    def _moves(self) -> bool:
+        """Whether a model, or a request with its KV, may yet move."""
+        return self.busy or any(each.busy for each in self.migrations)
+
+    @property
     def moved(self) -> int:
         """Number of requests that have moved with their KV."""
         return sum(each.moved for each in self.migrations)
 
-    # -- `PolicyState` ----------------------------------------------------------------------------
+    def homes(self) -> Mapping[str, Sequence[str]]:
+        """Return the devices that take requests, by model."""
+        return {model: tuple(at) for model, at in self._fleet.placements().items()}
 
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self.devices)
+    # -- events -----------------------------------------------------------------------------------
 
-    @property
+    def _answered(self, number: int, answer: object) -> None:
+        # A device may answer while another one, of another world, has not been advanced so far.
+        self._inbox.append(StepAnsweredEvent(number, answer))
+
+    def _ordered(self, given: TimedOrder) -> None:
+        def ended(outcome: CommandOutcome) -> None:
+            refused = None if outcome.code is None else outcome.reason or outcome.code
+            self._on_move(given.at, given.order, refused)
+
+        self.order(given.order, ended, given.device)
+
+    def _crashed(self, at: float, device: str) -> None:
+        self._fleet[device].down = GONE
+        self._inbox.append(DeviceLostEvent(device))
+
+    def _restarted(self, device: str) -> None:
+        self._fleet[device].down = None
+
+    # -- `OrderDriver` ----------------------------------------------------------------------------
+
+    def choose_devices(
+        self, settings: ModelSettings, chosen: Callable[[Sequence[str] | CommandOutcome], object]
+    ) -> None:
+        chosen(CommandOutcome("refused", "no model joins a simulated fleet"))
+
+    def move_requests(self, step: MoveRequests, ended: Callable[[int], object]) -> None:
+        for each in self.migrations:
+            if each.serves(step.device):
+                each.move_requests(self._now, step, ended)
+                return
+        ended(0)
+
+    def hand_over(self, device: str) -> int:
+        here, moved = self._fleet[device], 0
+        for base in here.specs.values():
+            others = [d.name for d in self._fleet.others(here, base.name)]
+            for submission in here.device.take_back(self._now, base) if others else ():
+                chosen = self.devices[self._choose(submission, others)]
+                chosen.receive(math.nextafter(self._now, math.inf), ArrivalEvent(submission))
+                moved += 1
+        return moved
+
+    def order_lease(
+        self,
+        lender: str,
+        command: Lend | Recall,
+        ended: Callable[[CommandOutcome], object],
+        by_operator: bool,
+    ) -> None:
+        leases = next((each for each in self._leases if each.serves(lender)), None)
+        if leases is None:
+            ended(CommandOutcome("refused", f"{lender} lends to no device"))
+        else:
+            leases.order(self._now, lender, command, ended, by_operator=by_operator)
+
+    def action_done(self, done: ActionDone) -> None:
+        self._on_move(done.decided_at, done.action, done.refused)
+
     def rooms(self) -> Sequence[Room]:
         return self._start.rooms
 
-    def down(self, device: str) -> str | None:
-        return "the worker is gone" if self.devices[device].down else None
-
-    def serving(self, model: str) -> Sequence[str]:
-        base = self._bases.get(model, model)
-        leaving = [name for name, models in self._leaving.items() if base in models]
-        return [*self._homes.get(base, ()), *leaving]
-
-    def taking(self, model: str) -> Sequence[str]:
-        homes = self._homes.get(self._bases.get(model, model), ())
-        return [name for name in homes if name not in self._cordoned]
-
-    def assigned(self, model: str) -> Sequence[str]:
-        return self.serving(model)
-
-    def models_on(self, device: str) -> Sequence[str]:
-        return [model for model in self._specs if device in self.serving(model)]
-
-    def leaving(self, device: str) -> Collection[str]:
-        return self._leaving[device]
-
-    def cordoned(self, device: str) -> bool:
-        return device in self._cordoned
-
-    def filled(self, device: str) -> float:
-        weights = sum(sum(self._specs[m].segment_bytes) for m in self.models_on(device))
-        return weights / self.devices[device].state.settings.budget_bytes
-
-    def open_requests(self, device: str, model: str) -> int:
-        self.devices[device].advance(self._now)
-        return self.devices[device].open_requests_of(model)
-
-    def known(self, model: str) -> bool:
-        return model in self._specs
-
-    def objection(self, order: Order) -> str | None:
-        return None
-
-    def undoing(self, device: str, order: Order) -> Order | None:
-        return None
-
-    def homes(self) -> Mapping[str, Sequence[str]]:
-        return {model: tuple(on) for model, on in self._homes.items()}
-
     def needs(self) -> Sequence[Need]:
         return self._start.needs
-
-    def reports(self) -> Mapping[str, DeviceReport]:
-        able = {n: d for n, d in self.devices.items() if not d.down and n not in self._cordoned}
-        return {name: report(device.state, name) for name, device in able.items()}
 
     def leases(self) -> Sequence[LeaseView]:
         return [lease for each in self._leases for lease in each.standing]
 
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [pair for each in self._leases for pair in each.pairs()]
-
-    # -- steps ------------------------------------------------------------------------------------
-
-    def _handle(self, event: OrdersEvent) -> None:
-        self._events.append(event)
-        while self._events:
-            for instruction in self._machine.handle(self._now, self._events.popleft()):
-                self._do(instruction)
-
-    def _do(self, instruction: OrdersInstruction) -> None:
-        match instruction:
-            case DoStep(number):
-                self._step(instruction, partial(self._answered, number))
-            case ActionDone(at, action, _, refused):
-                self._on_move(at, action, refused)
-            case OrderDone():
-                """Nobody gives orders."""
-
-    def _answered(self, number: int, answer: object) -> None:
-        self._events.append(StepAnsweredEvent(number, answer))
-
-    def _step(self, instruction: DoStep, answered: Answered) -> None:
-        match instruction.step:
-            case ServeModel(device, model):
-                spec = self._specs[model]
-                why = self.devices[device].join(self._now, spec, self._costs(device, spec))
-                if why is None:
-                    self._homes[model].append(device)
-                answered(_outcome(why))
-            case SendCommand(device, command, awaited):
-                self._send(device, command, answered if awaited else None)
-                if not awaited:
-                    answered(None)
-            case MoveRequests(device, model, bring, target):
-                answer = self._counted(answered)
-                for each in self.migrations:
-                    if each.serves(device):
-                        each.move_all(self._now, device, model, answer, bring, target)
-                        return
-                answer(0)
-            case HandOver():
-                answered(0)  # those that do not run end where they are
-            case SetLeaving(device, model, leaving):
-                (self._leaving[device].add if leaving else self._leaving[device].discard)(model)
-                (self._homes[model].remove if leaving else self._homes[model].append)(device)
-                answered(None)
-            case SetCordoned(device, cordoned):
-                (self._cordoned.add if cordoned else self._cordoned.discard)(device)
-                answered(None)
-            case OrderLease(lender, command):
-                self._order_lease(lender, command, answered, instruction.by_operator)
-            case ChooseDevices():
-                answered(CommandOutcome("refused", "no model joins a simulated fleet"))
-
-    def _send(self, device: str, command: Order, answered: Answered | None) -> None:
-        end = (lambda why: None) if answered is None else self._counted(answered)
-        to = self.devices[device]
-        if isinstance(command, Remove):
-            to.leave(self._now, command.model, partial(self._removed, device, command.model, end))
-        else:
-            assert isinstance(command, ActivateCommand | EvictCommand), (
-                "nothing else is sent to one device"
-            )
-            id = f"{command.verb}-{command.model}-{self._now!r}"
-            to.order(self._now, id, command, lambda why: end(_outcome(why)))
-
-    def _removed(self, device: str, model: str, end: Answered, why: str | None) -> None:
-        if why is None:
-            self._leaving[device].discard(model)
-        end(_outcome(why))
-
-    def _counted(self, answered: Answered) -> Answered:
-        """Count an answer that may come later."""
-        self._awaited += 1
-
-        def answer(value: object) -> None:
-            self._awaited -= 1
-            answered(value)
-
-        return answer
-
-    def _order_lease(
-        self, lender: str, command: Order, answered: Answered, by_operator: bool
-    ) -> None:
-        leases = next((each for each in self._leases if each.serves(lender)), None)
-        if leases is None:
-            answered(_outcome(f"{lender} lends to no device"))
-            return
-        assert isinstance(command, Lend | Recall), "nothing else is about pages"
-        end = lambda why: answered(_outcome(why))  # noqa: E731
-        leases.order(self._now, lender, command, end, by_operator=by_operator)
-
-
-def _outcome(refused: str | None) -> CommandOutcome:
-    return CommandOutcome() if refused is None else CommandOutcome("refused", refused)

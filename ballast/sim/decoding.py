@@ -7,7 +7,7 @@ pending ones at once, and blocks are looked at when they are full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from ballast.core.event import TokenOutput
@@ -23,9 +23,10 @@ from ballast.sim.runner import SimRunner
 class DecodeBatch:
     """The running requests of one model, all of which decode."""
 
-    def __init__(self, m: ModelState, pool: Pool) -> None:
+    def __init__(self, m: ModelState, pool: Pool, ends: Mapping[str, int]) -> None:
+        """`ends`: as of `SimRunner`."""
         self.m = m
-        self.rows = [_Row(r) for r in m.running]
+        self.rows = [_Row(r, ends.get(r.id)) for r in m.running]
         self.context = sum(row.start for row in self.rows)
         """KV tokens that its next step, or that in flight, reads."""
         self.ends: list[float] = []
@@ -145,11 +146,14 @@ class _Row:
 
     __slots__ = ("left", "request", "start", "stops", "written")
 
-    def __init__(self, r: Request) -> None:
+    def __init__(self, r: Request, end: int | None) -> None:
+        """`end`: position of its last token, if that comes before its bound."""
         self.request = r
         self.start = len(r.tokens)
         """Tokens that it has had before."""
         self.left = r.submission.max_tokens - r.generated
+        if end is not None:
+            self.left = min(self.left, end + 1 - self.start)
         self.stops = frozenset(r.submission.stop_token_ids)
         self.written = 0
         """Steps whose tokens are in its books."""
@@ -166,14 +170,16 @@ class _Row:
         self.written = steps
 
 
-def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | None:
+def batch_of(
+    m: ModelState, state: DeviceState, runner: SimRunner, prompts: bool
+) -> DecodeBatch | None:
     """Return the batch of a model whose next step only decodes, with no admission and no new
     shortage of pages, as does the job in flight if there is one; None if that may be otherwise.
 
     `prompts`: whether the step may admit.
     """
     life = m.life
-    stays = m.residency is Residency.RESIDENT and life.remap_to is None and life.swap_to is None
+    stays = m.residency is Residency.RESIDENT and life.remap_to is None
     if m.kv.staged or m.stage_to is not None:
         return None  # its jobs move blocks
     if m.frozen or m.running.leaving or not stays or not _admits_nobody(m, state, prompts):
@@ -193,7 +199,7 @@ def batch_of(m: ModelState, state: DeviceState, prompts: bool) -> DecodeBatch | 
         len(job.work) != len(m.running) or any(len(work.tokens) != 1 for work in job.work)
     ):
         return None
-    return DecodeBatch(m, state.pool)
+    return DecodeBatch(m, state.pool, runner.ends)
 
 
 def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
@@ -204,11 +210,11 @@ def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
         if not blocks:
             continue
         kv = batch.m.kv
-        within, most = blocks <= kv.room, kv.pages_for(blocks)
-        limit = inf if kv.limit is None else kv.limit - kv.pages
+        within, most = blocks <= kv.counts.room, kv.counts.pages_for(blocks)
+        limit = inf if kv.bounds.most is None else kv.bounds.most - kv.pages
         pages += most if most <= limit else limit if within else inf
         covered = covered and within
-    return covered or pages <= pool.free - pool.ledger.promised
+    return covered or pages <= pool.free - pool.ledger.promised - pool.ledger.kept
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:

@@ -17,23 +17,22 @@ from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
 from ballast.core.event import (
     ArrivalEvent,
+    CancelEvent,
     CancelledOutput,
     CommandEvent,
     DrainEvent,
     Event,
     Output,
 )
+from ballast.core.fleet_state import OPERATOR
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, RequestState, Submission
 from ballast.core.settings import DeviceSettings
 from ballast.core.story import Story
-from ballast.core.view import Residency
 from ballast.engine.build import build_newcomer, build_state
-from ballast.engine.life_rules import Membership
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
-from ballast.policy.fleet.replica_choice import LinkUse
 from ballast.policy.presets import Preset
 from ballast.policy.requirements import Requirements
 from ballast.sim.decoding import DecodeBatch, tokens_of
@@ -43,10 +42,10 @@ from ballast.sim.kv_tiers import VirtualStore, sim_tiers
 from ballast.sim.layer_passes import LayerSource
 from ballast.sim.layer_stream import SimStreams
 from ballast.sim.leap import leap
-from ballast.sim.link import Path, Route, SimLink
+from ballast.sim.link import Route, SimLink
 from ballast.sim.machine_profile import MachineProfile
-from ballast.sim.no_bytes import copy_nothing, hosted_nowhere, vm_of
-from ballast.sim.page_costs import LoopTime, TimedVm
+from ballast.sim.no_bytes import hosted_nowhere, vm_of
+from ballast.sim.page_costs import HomeCopies, LoopTime, TimedVm
 from ballast.sim.runner import SimRunner
 from ballast.sim.steps_ahead import StepsAheadHeap
 from ballast.sim.world import World
@@ -58,8 +57,8 @@ SendTokens = Callable[[Sequence[str], Sequence[float]], None]
 """Called with request ids and times: each of the requests got a token at each time, in order."""
 OnDeviceTurn = Callable[[float, DeviceState], None]
 """Called with the time and the state when a turn, and the leap that follows it, have ended."""
-
-
+OnAnswer = Callable[[str | None], None]
+"""Called when a command has ended, with the reason if it was refused."""
 COUNTED = ("activations", "evictions", "preemptions")
 """Counts of decisions that each model keeps."""
 
@@ -81,11 +80,11 @@ class SimDevice:
         observe: OnDeviceTurn | None = None,
         leaps: bool = True,
         world: World | None = None,
-        path: Path | None = None,
+        route: Route | None = None,
         steps: SendTokens | None = None,
         kv_store: VirtualStore | None = None,
     ) -> None:
-        """Build as `simulate` does. `world`: the world to join (None: its own); `path`: the route
+        """Build as `simulate` does. `world`: the world to join (None: its own); `route`: that
         of its bytes; `steps` gets tokens that leaps pass over; with a `kv_store` it does not leap.
 
         Raises ConfigError where the budget holds no job's activations, and for a device of several
@@ -94,14 +93,16 @@ class SimDevice:
         if settings.tensor_parallel > 1:
             allowed = "devices of one rank: how long several ranks take is not simulated"
             raise ConfigError("tensor_parallel", settings.tensor_parallel, allowed)
-        self._world = World() if world is None else world
+        self.world = World() if world is None else world
         self.clock = VirtualClock()
         self._settings, self._preset, self._profile = settings, preset, profile
-        self._path, self._sink, self._kv_store = path, sink, kv_store
+        self._route, self._sink, self._kv_store = route, sink, kv_store
         self._specs = {s.name: s for s in specs}
         self._costs, self._overhead = dict(profile.costs), profile.overhead
         self._client, self._answer = send, profile.answer
         self._leaps, self._steps, self._observe = leaps and kv_store is None, steps, observe
+        self.ends: dict[str, int] = {}
+        """Positions of the last tokens of answers that end before their bounds, by request."""
         self.unsaid: Container[str] = ()
         """Requests whose end here is not sent to clients: they continue on another device."""
         self.on_restart: list[Callable[[], None]] = []
@@ -110,26 +111,27 @@ class SimDevice:
         """Whether its worker has crashed, and no other serves yet."""
         self._waiting: list[Submission] = []
         """Requests that wait for the next worker."""
+        self._taken: set[str] = set()
+        """Requests that have been taken back, and whose end here is not sent to clients."""
         self._drained_from: float | None = None
         self._answers: dict[str, str | None] = {}
         """Reasons of refused operations that have ended, by id."""
         self._leaving: dict[str, ModelState] = {}  # by the id of the operation
-        self._on_answer: dict[str, Callable[[str | None], None]] = {}
+        self._on_answer: dict[str, OnAnswer] = {}
         self._left: Counter[str] = Counter()
         self._boot(specs)
-        self._world.add(self)
+        self.world.add(self)
 
     def _boot(self, specs: Sequence[ModelSpec]) -> None:
         """Build what a worker's process has: its memory, state and loop, and the events for it."""
         settings, profile, preset = self._settings, self._profile, self._preset
-        self._heap = StepsAheadHeap(self.clock, profile.ahead, self._world.agenda)
+        self._heap = StepsAheadHeap(self.clock, profile.ahead, self.world.agenda)
         calls, needs = LoopTime(self.clock), preset.requires
-        fluid, mapping = self._world.fluid, profile.moving(settings.page_bytes)
-        alone = Route.alone(fluid, profile.link)
-        route = alone if self._path is None else Route(fluid, self._path)
+        fluid, mapping = self.world.fluid, profile.moving(settings.page_bytes)
+        route = self._route or Route.alone(fluid, profile.link)
         self.link = SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
         parts = (self._heap, self.clock, self.link)
-        self._streams = SimStreams(*parts, profile.early, needs.dirty)
+        self._streams = SimStreams(*parts, profile.early)
         self.state = self._make_state(settings, specs, profile, calls, needs)
         self.state.tiers.copies = sim_tiers(self._kv_store, *parts, fluid)
         self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
@@ -144,9 +146,7 @@ class SimDevice:
         """End the worker, with all that it holds; open requests wait for `restart`. Bytes on their
         way go on to nowhere."""
         now = self.clock.now()
-        ended = (RequestState.FINISHED, RequestState.FAILED)
-        requests = [r for r in self.state.requests.values() if r.state not in ended]
-        self._waiting = [r.continued(now) for r in requests] + self._heap.arrivals()
+        self._waiting = [r.continued(now) for r in self._open] + self._heap.arrivals()
         self.down = True
         self._loop.commands.give_up("the worker is gone")
 
@@ -155,9 +155,8 @@ class SimDevice:
         self.clock.advance_to(at)
         for m in self.state.models.values():
             self._left.update({what: getattr(m, what) for what in COUNTED})
-        present = (m for m in self.state.models.values() if m.life.stay is not Membership.LEAVING)
         self.down = False
-        self._boot([m.spec for m in present])
+        self._boot([m.spec for m in self.state.models.values()])
         for connect in self.on_restart:
             connect()
         waiting, self._waiting = self._waiting, []
@@ -175,6 +174,7 @@ class SimDevice:
         needs: Requirements,
     ) -> DeviceState:
         vm = vm_of(settings, profile.pages, calls)
+        self.moves = HomeCopies(vm, calls)
         known = profile.reading_in_place(specs) if needs.in_place else profile.lane_costs
         state = build_state(
             settings,
@@ -182,10 +182,9 @@ class SimDevice:
             vm,
             self.link,
             self.clock,
-            copy_nothing,
+            self.moves,
             known,
             self._streams.make if settings.rotates or profile.early else None,
-            needs.kv_swapping,
             stages_kv=needs.kv_staging,
         )
         if isinstance(vm, TimedVm):
@@ -210,7 +209,7 @@ class SimDevice:
             calls,
             JobFactors(profile.spread, settings.name),
         )
-        runner.in_place = self.in_place
+        runner.in_place, runner.ends = self.in_place, self.ends
         return runner
 
     def _reads(self, spec: ModelSpec, resident: StepCosts) -> InPlaceReads:
@@ -241,57 +240,55 @@ class SimDevice:
             return len(self._waiting)
         return len(self.state.requests) + self._heap.undelivered
 
-    def held_tokens(self, submission: Submission) -> int:
-        """Number of a request's prompt tokens whose KV is on the device, as of its clock."""
-        m, adapter = self.state.named[submission.model]
-        return m.kv.held_tokens(submission.prompt, Request.salt_of(submission, m.spec, adapter))
+    @property
+    def _open(self) -> list[Request]:
+        ended = (RequestState.FINISHED, RequestState.FAILED)
+        return [r for r in self.state.requests.values() if r.state not in ended]
 
-    def has_weights(self, name: str) -> bool:
-        """Whether the weights of a model, or of an adapter's base, are here, as of its clock."""
-        return self.state.named[name][0].residency is Residency.RESIDENT
+    def open_models(self) -> list[str]:
+        """Return the model or adapter of each open request, as `open_requests` counts them."""
+        if self.down:
+            return [s.model for s in self._waiting]
+        here = [r.submission.model for r in self.state.requests.values()]
+        return [*here, *self._heap.undelivered_models]
 
-    def link_use(self, submission: Submission) -> LinkUse | None:
-        """Return what a request's model, and those that are active here, read over the host's link;
-        None where weights are not read in place. As of the device's clock."""
-        if not self.state.weights_in_place:
-            return None
-        m, _ = self.state.named[submission.model]
-        coming = {self.state.named[name][0].spec.name for name in self._heap.undelivered_models}
-        open_here = {r.model for r in self.state.requests.values()} | coming
-        return LinkUse(
-            host=id(self._world),
-            capacity=self.link.bytes_per_second,
-            model=m.spec.name,
-            demand=self.in_place[m.spec.name].demand,
-            active={name: self.in_place[name].demand for name in sorted(open_here)},
-            prefill_seconds=m.costs.prefill_seconds(len(submission.prompt)),
-            ttft=m.spec.slo.ttft,
-        )
-
-    def join(self, now: float, spec: ModelSpec, costs: StepCosts) -> str | None:
+    def join(self, now: float, spec: ModelSpec, costs: StepCosts, by: str = OPERATOR) -> str | None:
         """Start serving a model at `now`; returns the reason if it is refused."""
         known = costs.after(self._overhead)
-        m, shared = build_newcomer(self.state, hosted_nowhere(spec), copy_nothing, known)
+        m, shared = build_newcomer(self.state, hosted_nowhere(spec), self.moves, known)
         self._loop.commands.ready[spec.name] = m, shared
         self._specs[spec.name], self._costs[spec.name] = spec, costs
         self.in_place[spec.name] = self._reads(spec, costs)
-        refused = self._operate(now, Join(spec.name))
+        refused = self._operate(now, Join(spec.name), by)
         if refused is not None:
             m.kv.close()
             m.weights.close()
         return refused
 
-    def open_requests_of(self, model: str) -> int:
-        """Number of open requests of a model and its adapters, as `open_requests`."""
-        names = {s.name for s in self._specs[model].served}
-        here = [r.model for r in self.state.requests.values()] + [*self._heap.undelivered_models]
-        return sum(n in names for n in ([s.model for s in self._waiting] if self.down else here))
+    def take_back(self, now: float, spec: ModelSpec) -> list[Submission]:
+        """End the open requests of a model here at `now`; returns each as it goes on elsewhere."""
+        names = {s.name for s in spec.served}
+        if self.down:
+            taken = [s for s in self._waiting if s.model in names]
+            self._waiting = [s for s in self._waiting if s.model not in names]
+            return taken
+        at = math.nextafter(now, math.inf)
+        self.advance(at)  # what arrives now has arrived
+        here = [r for r in self._open if r.submission.model in names]
+        self._taken.update(r.id for r in here)
+        for request in here:
+            self.receive(at, CancelEvent(request.id))
+        return [request.continued(now) for request in here]
 
-    def leave(self, now: float, model: str, answered: Callable[[str | None], None]) -> None:
+    def is_leaving(self, model: str) -> bool:
+        """Return whether a model is to be removed when its open requests have ended."""
+        return any(m.spec.name == model for m in self._leaving.values())
+
+    def leave(self, now: float, model: str, answered: OnAnswer, by: str = OPERATOR) -> None:
         """Refuse a model's requests from `now` on; remove it when its open ones have ended."""
         id = self._next
         self._leaving[id], self._on_answer[id] = self.state.models[model], answered
-        self._operate(now, Leave(model))
+        self._operate(now, Leave(model), by)
 
     def did(self, what: str) -> int:
         """Counts over all models, including those that have left: `activations`, `preemptions`."""
@@ -309,7 +306,7 @@ class SimDevice:
 
     def advance(self, until: float) -> None:
         """Process everything in the device's world that is due before `until`."""
-        self._world.advance(until)
+        self.world.advance(until)
 
     def drain(self, at: float) -> None:
         """Stop accepting requests at `at`."""
@@ -323,7 +320,7 @@ class SimDevice:
 
     def end(self) -> None:
         """Run until everything has been answered. The device must have been drained."""
-        self._world.finish(self)
+        self.world.finish(self)
         self._loop.end()
 
     def turn(self, until: float) -> None:
@@ -334,7 +331,7 @@ class SimDevice:
         if self._loop.turn() and running is not None and self.state.lanes.alone is running:
             self._runner.turned(running)
         if self._leaps:
-            near, horizon = self._world.bounds(self, self.clock.now(), until)
+            near, horizon = self.world.bounds(self, self.clock.now(), until)
             leap(self._loop, self._heap, self._runner, self.clock, self._passed, horizon, near)
         if self._observe is not None:
             self._observe(self.clock.now(), self.state)
@@ -351,12 +348,12 @@ class SimDevice:
         at: float,
         id: str,
         operation: LoopCommand,
-        answered: Callable[[str | None], None] = lambda refused: None,
+        answered: OnAnswer = lambda refused: None,
+        by: str = OPERATOR,
     ) -> None:
-        """Schedule a command at `at`; `answered` is called when it has ended, with the reason if it
-        was refused or has failed."""
+        """Schedule a command at `at`; `answered` is called when it has ended."""
         self._on_answer[id] = answered
-        self.receive(at, CommandEvent(id, operation))
+        self.receive(at, CommandEvent(id, operation, by))
 
     def borrows_over(self, source: Callable[[str], LayerSource]) -> None:
         """Set the sources, by model, through which jobs read KV on borrowed pages."""
@@ -366,10 +363,10 @@ class SimDevice:
     def _next(self) -> str:
         return f"operation-{len(self._answers) + len(self._loop.commands.pending) + 1}"
 
-    def _operate(self, now: float, operation: LoopCommand) -> str | None:
+    def _operate(self, now: float, operation: LoopCommand, by: str = OPERATOR) -> str | None:
         """Done at `now`; why not, if that is known then."""
         id = self._next
-        self._heap.schedule(now, CommandEvent(id, operation))
+        self._heap.schedule(now, CommandEvent(id, operation, by))
         self.advance(math.nextafter(now, math.inf))
         return self._answers.get(id)
 
@@ -384,7 +381,8 @@ class SimDevice:
 
     def _tell(self, outputs: list[Output]) -> None:
         for output in outputs:
-            if not (isinstance(output, CancelledOutput) and output.request_id in self.unsaid):
+            gone = isinstance(output, CancelledOutput) and output.request_id
+            if not gone or (gone not in self.unsaid and gone not in self._taken):
                 self._said(self.clock.now(), output)
 
     def _passed(self, steps: Sequence[DecodeBatch]) -> None:

@@ -41,20 +41,23 @@ class InPlaceMachine:
 
     def costs(self, spec: ModelSpec, link: float) -> StepCosts:
         """Return the costs that policies expect of a model whose weights are all in host memory,
-        with the link (bytes per second) to itself and the knob at 0."""
+        with the link (bytes per second) to itself and the knob where rows take least."""
         sizes, work = PassSizes.of(spec), self.without_reading(spec)
 
-        def traffic(rows: int) -> GemmTraffic:
-            return pass_traffic(sizes, rows, 1, 0.0, self.multiprocessors)
+        def traffic(rows: int, os_share: float = 0.0) -> GemmTraffic:
+            return pass_traffic(sizes, rows, 1, os_share, self.multiprocessors)
+
+        def row(os_share: float) -> float:
+            more = traffic(2 * _MANY, os_share) + traffic(_MANY, os_share).times(-1)
+            return more.times(1 / _MANY).seconds(link, self.memory_bandwidth)
 
         base = max(work.base, traffic(1).link / link)
-        row = (traffic(2 * _MANY).device - traffic(_MANY).device) / _MANY
         return replace(
             work,
             base=base,
             floor=max(work.floor, traffic(_MANY).link / link),
             hidden=base - work.base + work.hidden,
-            per_token=max(work.per_token, row / self.memory_bandwidth),
+            per_token=max(work.per_token, min(row(k / 10) for k in range(11))),
         )
 
 
@@ -98,9 +101,8 @@ class InPlaceReads:
         self.knob = Knob(os_share=knob.start)
         self._job: Pass | None = None
         self._moving = 0
-        self._device = 0.0
-        """Seconds of the pass that began last without the link, and parts of these."""
-        self._memory = 0.0
+        self._bytes = 1
+        """Bytes that the pass which began last reads over the link."""
         self._load = JobLoad(0, 0, 0, 0, 0)
         self.link_bytes = 0
         """Bytes that passes have read over the link so far."""
@@ -115,25 +117,26 @@ class InPlaceReads:
 
     def seconds(self, load: JobLoad) -> float:
         """Return the seconds of a job on the device, and remember it as the one that begins."""
-        self._load, self._device = load, self._resident.of(load)
+        self._load = load
         if self._machine is None:
-            return self._device
-        away = self._share_away()
-        rows = load.prefill_tokens + load.decode_sequences
-        traffic = self._traffic(rows)
-        programs = self._machine.multiprocessors
-        here = (1.0 - away) * pass_traffic(self._sizes, rows, 1, 0.0, programs).link
-        moved = (away * traffic.device + here) / self._machine.memory_bandwidth
-        self._memory = moved + load.decode_context * self._work.per_context
-        self._device = max(self._work.of(load), self._memory)
-        return self._device
+            return self._resident.of(load)
+        return max(self._work.of(load), self._memory_seconds(self._machine, load))
+
+    def _memory_seconds(self, machine: InPlaceMachine, load: JobLoad) -> float:
+        """Return the seconds of device memory in a pass, with the knob as it is."""
+        away, rows, rate = self._plan().share_away, _rows(load), machine.memory_bandwidth
+        here = (1.0 - away) * pass_traffic(self._sizes, rows, 1, 0.0, machine.multiprocessors).link
+        moved = away * self._traffic(rows).memory_seconds(rate) + here / rate
+        return moved + load.decode_context * self._work.per_context
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
         if self._machine is None:
-            n_bytes = self._plan().bytes_per_pass
+            plan = self._plan()
+            n_bytes = sum(plan.units[i].n_bytes for i in plan.in_place)
         else:
-            n_bytes = max(1, round(self._share_away() * self._traffic(max(1, written)).link))
+            n_bytes = max(1, round(self._plan().share_away * self._traffic(max(1, written)).link))
+        self._bytes = n_bytes
         self.link_bytes += n_bytes
         self._moving += 1
         reserved = self.demand if self._reserved else 0.0
@@ -142,7 +145,8 @@ class InPlaceReads:
     @property
     def demand(self) -> float:
         """Bytes per second of the link by which a lone stream keeps its TPOT level."""
-        return link_demand(self._traffic(1).link, self._spec.slo.tpot)
+        read = self._plan().share_away * self._traffic(1).link
+        return link_demand(read, self._spec.slo.tpot)
 
     def lacks(self, layer: int) -> bool:
         return False
@@ -165,30 +169,26 @@ class InPlaceReads:
             self._job.closed(now)
 
     def _measure(self, on_link: float, rule: KnobRule) -> None:
-        """Update the knob. Passes of one tile of rows read weights once whatever it is."""
-        load = self._load
-        if load.prefill_tokens + load.decode_sequences <= OS_TILE.rows:
+        """Update the knob at each layer's boundary (7.3), by what a layer takes at the rate at
+        which the link carried this pass; it acts from the next pass on. Passes of one tile of rows
+        read weights once whatever it is."""
+        load, machine, slo = self._load, self._machine, self._spec.slo
+        away, rate = self._plan().share_away, self._bytes / max(on_link, 1e-9)
+        if machine is None or not away or _rows(load) <= OS_TILE.rows:
             return
-        slo = self._spec.slo
-        seconds = max(on_link, self._device, 1e-9)
-        seen = PassMeasurement(
-            seconds=seconds,
-            budget=slo.tpot if load.decode_sequences else slo.ttft,
-            link=on_link / seconds,
-            device=self._memory / seconds,
-        )
-        self.knob = self.knob.after(seen, rule)
+        for _ in range(self._sizes.layers):
+            memory = self._memory_seconds(machine, load)
+            link = away * self._traffic(_rows(load)).link / rate
+            seconds = max(link, memory, self._work.of(load), 1e-9)
+            budget = slo.tpot if load.decode_sequences else slo.ttft
+            seen = PassMeasurement(seconds, budget, link / seconds, memory / seconds)
+            self.knob = self.knob.after(seen, rule)
 
     def _traffic(self, rows: int) -> GemmTraffic:
         programs = 1 if self._machine is None else self._machine.multiprocessors
         return pass_traffic(self._sizes, rows, 1, self.knob.os_share, programs)
 
-    def _share_away(self) -> float:
-        """Part of the weights that passes read over the link; embeddings count where they are the
-        head as well."""
-        plan = self._plan()
-        tied = len(plan.units) <= plan.n_layers + 1
-        first = 0 if tied else 1
-        whole = sum(unit.n_bytes for unit in plan.units[first:])
-        away = sum(plan.units[i].n_bytes for i in plan.in_place if i >= first)
-        return away / whole
+
+def _rows(load: JobLoad) -> int:
+    """Rows of the matrix products of a pass."""
+    return load.prefill_tokens + load.decode_sequences

@@ -7,7 +7,7 @@ those of its estimates. Policies read it through the view like the learned one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ballast.core.traffic import TrafficStats
@@ -38,8 +38,8 @@ class KnownTraffic(TrafficStats):
     def chance(self, now: float, seconds: float) -> float:
         return float(self._between(now, now + seconds) > 0)
 
-    def expected_outputs(self, left: int, unended: int = 0) -> int:
-        return max(1, left)
+    def expecting(self, unended: int = 0) -> Callable[[int], int]:
+        return lambda left: max(1, left)
 
     def _between(self, start: float, end: float) -> int:
         return bisect_right(self.coming, end) - bisect_right(self.coming, start)

@@ -157,6 +157,9 @@ class SimKvTiers:
     def void(self, owner: str, block: int) -> None:
         self._storing.pop((owner, block), None)
 
+    def occupy(self, n_bytes: int) -> None:
+        self._store.occupy(self, n_bytes)
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -1,7 +1,6 @@
 """Stream layers in virtual time: loads and stores are flows on the link, and jobs wait for layers.
 
-Drives a `LayerStream` as live devices do. Used by `sim.device` and `sim.runner`. Blocks of KV that
-sequences of a job share are counted once for each sequence.
+Drives a `LayerStream` as live devices do. Used by `sim.device` and `sim.runner`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.kv.blocks import KvCache
-from ballast.kv.layered import LayeredLayout
 from ballast.kv.staged import BlockMoves
 from ballast.memory.copies import Copy
 from ballast.residency.arrival import Arrival, ArrivalPlan
 from ballast.residency.buffer import Buffer, LayerCopy
 from ballast.residency.stream import LayerStream
 from ballast.sim.event_heap import EventHeap
-from ballast.sim.fluid import Ended
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import SimLink
 from ballast.weights.weight_stream import Loads
@@ -51,8 +48,6 @@ class SimCopies:
 class SimStream:
     """Implements `ModelStream`, and `sim.layer_passes.LayerSource` for the model's jobs."""
 
-    kv_host: int | None = None
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -62,21 +57,17 @@ class SimStream:
         loads: Loads,
         begun: Callable[[SimStream], None],
         early: bool = False,
-        dirty: bool = False,
     ) -> None:
         """`loads`: counted on; `begun` is called when jobs may have to wait from then on; `early`:
-        whether they begin while the model's weights arrive; `dirty`: store only the part of a
-        layer's KV that a job has written."""
+        whether they begin while the model's weights arrive."""
         self.loads = loads
         self._name, self._heap, self._clock, self._link = spec.name, heap, clock, link
-        self._begun, self._early, self._dirty = begun, early, dirty
+        self._begun, self._early = begun, early
         self._stream = LayerStream()
         self._weights = self._stream.add(f"weights of {spec.name}", written=False)
         self._kv = self._stream.add(f"KV of {spec.name}", written=True)
         self._engines: dict[Buffer, SimCopies] = {}
         self._layer_bytes: Sequence[int] = ()
-        self._token_bytes = spec.kv_bytes_per_token // spec.n_layers
-        self._plane_bytes = 0
         self._cache: KvCache | None = None
         """The cache whose staged blocks stream."""
         self._moves = BlockMoves()
@@ -89,21 +80,11 @@ class SimStream:
         self._settling = False
         self._loaded = self._stored = 0
         """Bytes of KV that the job loads and stores of each layer."""
-        self._moving: tuple[Sequence[int], Direction] = ((), Direction.TO_HOST)
-        """Layers, and the direction, of the next `move`."""
-        self._moved: Ended | None = None
-        """Called at the end of the move under way."""
-        self._move_seconds = 0.0
 
     def add_weights(self, copies: Sequence[Copy]) -> None:
         self._layer_bytes = [copy.n_bytes for copy in copies]
         bytes_of = lambda copy: self._layer_bytes[copy.layer]  # noqa: E731
         self._add(self._weights, f"rotation:{self._name}", bytes_of)
-
-    def add_kv(self, kv: KvCache) -> None:
-        assert isinstance(kv.layout, LayeredLayout)
-        self._plane_bytes = kv.layout.plane_bytes
-        self._add(self._kv, f"kv:{self._name}", self._kv_bytes)
 
     def add_staging(self, kv: KvCache) -> None:
         self._cache = kv
@@ -146,26 +127,6 @@ class SimStream:
             self._begun(self)
             self._stream.change(self._kv, wanted)
 
-    def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        self._begun(self)
-        self._moving = layers, direction
-        self._loaded = self._stored = len(slabs) * self._plane_bytes
-
-    def turn_kv(self, rotation: Rotation) -> None:
-        self._begun(self)
-        self._stream.change(self._kv, rotation)
-
-    @property
-    def stages(self) -> bool:
-        """Whether KV streams by block: a job that computes nothing is a pass then."""
-        return self._cache is not None
-
-    def move(self, now: float, ended: Ended) -> None:
-        """Begin the job that computes nothing and moves KV."""
-        self._moved, self._move_seconds = ended, 0.0
-        self._submit(now, self._stream.move(self._kv, *self._moving))
-        self._end_move(now)  # slots alone may change
-
     # -- for jobs ---------------------------------------------------------------------------------
 
     @property
@@ -182,19 +143,10 @@ class SimStream:
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
-        if self._cache is not None:
-            self._begin_staged(now)
-            return
-        self._loaded = read * self._token_bytes
-        self._stored = (written if self._dirty else read + written) * self._token_bytes
-        self._submit(now, self._stream.begin_pass())
-
-    def _begin_staged(self, now: float) -> None:
-        """Begin a job that reads all staged blocks, in slots or where it brings them."""
-        assert self._cache is not None
-        size, staged = self._cache.layout.layer_bytes, self._cache.staged
-        stores = len(self._moves.stores)
-        self._loaded, self._stored = (len(staged) - stores) * size, stores * size
+        if self._cache is not None:  # it reads all staged blocks, in slots or where they come
+            size, staged = self._cache.layout.layer_bytes, self._cache.staged
+            stores = len(self._moves.stores)
+            self._loaded, self._stored = (len(staged) - stores) * size, stores * size
         self._submit(now, self._stream.begin_pass())
 
     def lacks(self, layer: int) -> bool:
@@ -228,19 +180,11 @@ class SimStream:
         self._submit(now, self._stream.landed(copy))
         if copy.buffer is self._weights:
             self.loads.add(self._layer_bytes[copy.layer], seconds)
-        if self._moved is not None and copy.buffer.written:
-            self._move_seconds += seconds
-            self._end_move(now)
-        elif self._job is not None:
+        if self._job is not None:
             self._job.landed(now, copy.layer)
             if copy.buffer.written and not self._stream.open:
                 self._job.closed(now)
         self._tell_settled(now)
-
-    def _end_move(self, now: float) -> None:
-        if self._moved is not None and not self._stream.open:
-            ended, self._moved = self._moved, None
-            ended(now, self._move_seconds)
 
     def _arrived(self, id: int, arrival: Arrival, now: float, n_bytes: int, last: bool) -> None:
         """Note that the first `n_bytes` of a load of all weights have landed."""
@@ -280,16 +224,9 @@ class SimStreams:
         clock: Clock,
         link: SimLink,
         early: bool = False,
-        dirty: bool = False,
     ) -> None:
-        """`early`: whether first jobs begin while weights arrive; `dirty`: see `SimStream`."""
-        self._heap, self._clock, self._link, self._early, self._dirty = (
-            heap,
-            clock,
-            link,
-            early,
-            dirty,
-        )
+        """`early`: whether first jobs begin while weights arrive."""
+        self._heap, self._clock, self._link, self._early = heap, clock, link, early
         self._streams: dict[str, SimStream] = {}
         """Streams of models that have rotated layers or KV, or begun a job early; a new model that
         is refused has none."""
@@ -300,7 +237,7 @@ class SimStreams:
         loads = self.loads.setdefault(spec.name, Loads())
         begun = partial(self._streams.__setitem__, spec.name)
         world = (self._heap, self._clock, self._link)
-        return SimStream(spec, *world, loads, begun, self._early, self._dirty)
+        return SimStream(spec, *world, loads, begun, self._early)
 
     def of(self, model: str) -> SimStream | None:
         """Return the model's stream; None if nothing of it has ever streamed."""

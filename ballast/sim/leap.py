@@ -70,7 +70,7 @@ def _leap_alone(
     job = loop.state.lanes.alone
     if job is None or (heap.next_end is None and not runner.moves((job.model,))):
         return []  # something else happens before it ends
-    turns = _turns(loop, job)
+    turns = _turns(loop, runner, job)
     if turns is None:
         return []
     if not loop.preset.compute.in_turns and loop.dispatcher.choice is not None:
@@ -151,7 +151,7 @@ def _next(heap: EventHeap) -> float:
     return inf if heap.next is None else heap.next
 
 
-def _turns(loop: Loop, job: Job) -> deque[DecodeBatch] | None:
+def _turns(loop: Loop, runner: SimRunner, job: Job) -> deque[DecodeBatch] | None:
     """The models that run, as they will come, that of the job in flight first; None where one of
     them may do anything but repeat its step, or where it is not certain which comes next."""
     state = loop.state
@@ -164,7 +164,7 @@ def _turns(loop: Loop, job: Job) -> deque[DecodeBatch] | None:
     prompts = loop.preset.compute.in_turns or choice is None or choice.computes_prompts
     turns: deque[DecodeBatch] = deque()
     for m in (state.models[job.model], *following):
-        batch = batch_of(m, state, prompts)
+        batch = batch_of(m, state, runner, prompts)
         if batch is None or not batch.rows:
             return None
         turns.append(batch)

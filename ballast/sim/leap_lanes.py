@@ -29,7 +29,7 @@ def leap_on_lanes(
         return []  # something else happens before
     if runner.calls_at(loop.state.now):
         return []  # a job begins when they have returned
-    batches = _batches(loop)
+    batches = _batches(loop, runner)
     if found[1].job.model not in batches:
         return []
     flying = [job for job in loop.state.lanes.jobs if job is not None]
@@ -73,18 +73,20 @@ def leap_on_lanes(
     return steps
 
 
-def _batches(loop: Loop) -> dict[str, DecodeBatch]:
+def _batches(loop: Loop, runner: SimRunner) -> dict[str, DecodeBatch]:
     """By model, those that only decode: of all that could begin a job, and of the jobs in flight as
     many as there are; none where a model that could begin may do something else."""
     state = loop.state
     batches: dict[str, DecodeBatch] = {}
     for m in runnable(state):
-        batch = batch_of(m, state, prompts=True)
+        batch = batch_of(m, state, runner, prompts=True)
         if batch is None or not batch.rows:
             return {}
         batches[m.spec.name] = batch
     for job in state.lanes.jobs:
-        batch = None if job is None else batch_of(state.models[job.model], state, prompts=True)
+        if job is None:
+            continue
+        batch = batch_of(state.models[job.model], state, runner, prompts=True)
         if batch is not None:
             batches[batch.m.spec.name] = batch
     return batches

@@ -3,7 +3,8 @@
 All devices are peers from the start; a message arrives `WAY` seconds later. KV on borrowed pages is
 read where it is: a job transfers its part of the KV that it reads over the links between the two
 devices, beside its work, and ends when both are done. Moving blocks back to the borrower's own
-pages costs nothing here. Used by `sim.cluster`, for orders of operators and of the fleet policy.
+pages takes its loop the time of the copy. Used by `sim.cluster`, for orders of operators and of the
+fleet policy.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from ballast.control.lease_events import (
     LeaseEvent,
     LeaseInstruction,
     LeaseMessageEvent,
-    LendOrder,
+    LeaseOrderEvent,
     MemoryOpenedEvent,
     OrderAnsweredEvent,
     OrderDevice,
     OrderEnded,
     PassLeaseMessage,
     PeerReportEvent,
-    RecallOrder,
     ReplaceWorker,
 )
 from ballast.control.leases import Leases
@@ -36,6 +36,7 @@ from ballast.control.migration_events import DeviceLostEvent, LookEvent
 from ballast.core.actions import Lend, Recall
 from ballast.core.errors import ConfigError
 from ballast.core.fleet import LeaseView
+from ballast.core.fleet_state import CommandOutcome
 from ballast.core.lease import (
     LendingMessage,
     PeerGoneEvent,
@@ -44,8 +45,6 @@ from ballast.core.lease import (
     PeerOverdueReport,
     PeerReleasedReport,
 )
-from ballast.core.units import format_bytes
-from ballast.sim.cluster_files import LendingOrder, device_named
 from ballast.sim.device import SimDevice
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import Stream
@@ -58,7 +57,6 @@ message each way and the unmapping between them."""
 START_SECONDS = 2.0
 """Time from the end of a killed worker until its successor serves; an assumption: a spare process
 stands ready, and the weights are in host memory still."""
-Ended = Callable[[str | None], object]
 
 
 class SimLeases:
@@ -66,23 +64,17 @@ class SimLeases:
     and `sim.world.Reaching`."""
 
     def __init__(self, world: World, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
-        """`devices`: by name, with where they are. Raises ConfigError for devices that cannot lend
-        to each other."""
+        """`devices`: by name, with where they are; their pages are of one size."""
         self._devices = {name: device for name, (device, _) in devices.items()}
         self._places = {name: place for name, (_, place) in devices.items()}
         self._agenda, self._fluid = world.agenda, world.fluid
         self._machine = Leases(self)
         self._numbers = itertools.count(1)
-        self._ended: dict[int, Ended] = {}
-        self._orders: list[float] = []
-        """Times of operators' orders, ascending."""
+        self._ended: dict[int, Callable[[CommandOutcome], object]] = {}
         self._looks_at = 0.0
         """Time of the last `LookEvent` that has been scheduled."""
         self.on_crash: list[Callable[[float, str], None]] = []
         """Called with (time, device) when a worker is killed."""
-        sizes = {device.state.settings.page_bytes for device in self._devices.values()}
-        if len(sizes) > 1:
-            raise ConfigError("orders", sorted(sizes), "devices that lend have pages of one size")
         for name, device in self._devices.items():
             self._connect(name)
             device.on_restart.append(partial(self._connect, name))
@@ -95,41 +87,28 @@ class SimLeases:
         """All that is lent, by lender and borrower."""
         return self._machine.standing
 
-    def pairs(self) -> list[tuple[str, str]]:
+    def pairs(self) -> tuple[tuple[str, str], ...]:
         """Return the devices that can lend to each other, and whose lending is up to policies."""
-        names, machine = list(self._devices), self._machine
-        able = [(a, b) for a in names for b in names if a != b and machine.can_lend(a, b)]
-        return [pair for pair in able if not machine.reserved(*pair)]
+        return self._machine.free_pairs(self._devices)
 
     def serves(self, device: str) -> bool:
         """Return whether it is one of these devices."""
         return device in self._devices
-
-    def schedule(self, at: float, lender: str, command: Lend | Recall) -> None:
-        """Let an operator order something of a device at `at`."""
-        self._orders = sorted([*self._orders, at])
-        self._agenda.schedule(at, lambda now: self.order(now, lender, command, by_operator=True))
 
     def order(
         self,
         now: float,
         lender: str,
         command: Lend | Recall,
-        ended: Ended = lambda refused: None,
+        ended: Callable[[CommandOutcome], object] = lambda outcome: None,
         *,
         by_operator: bool = False,
     ) -> None:
         """Have a device lend pages or recall them; `ended` is called when that has been done, or
-        with the reason why not."""
-        number, borrower, why = next(self._numbers), command.to, command.why
+        refused."""
+        number = next(self._numbers)
         self._ended[number] = ended
-        event: LendOrder | RecallOrder
-        if isinstance(command, Lend):
-            event = LendOrder(number, lender, borrower, command.pages, why, by_operator)
-        else:
-            pages, seconds = command.pages, command.seconds
-            event = RecallOrder(number, lender, borrower, pages, seconds, why, by_operator)
-        self._handle(now, event)
+        self._handle(now, LeaseOrderEvent(number, lender, command, by_operator))
 
     def horizon(self, now: float, near: float) -> float:
         """Time before which no message that has not been sent yet can reach a device; `near`: the
@@ -138,9 +117,7 @@ class SimLeases:
             return near + WAY
         if any(d.state.lending.lent or d.state.lending.borrowed for d in self._devices.values()):
             return near + WAY
-        while self._orders and self._orders[0] < now:
-            del self._orders[0]
-        return self._orders[0] + WAY if self._orders else inf
+        return inf
 
     # -- `LendingDevices` -------------------------------------------------------------------------
 
@@ -161,11 +138,14 @@ class SimLeases:
         pages."""
         device, place = self._devices[name], self._places[name]
         device.state.lending.send = partial(self._hear, name)
-        streams = {}
+        streams, rate = {}, inf
         if place.host.joints.peers is not PeerLinks.MEMORY:
             for other, there in self._places.items():
                 if other != name:
-                    streams[other] = Stream(device.link, self._fluid, there.to_peer(place))
+                    path = there.to_peer(place)
+                    streams[other] = Stream(device.link, self._fluid, path)
+                    rate = min(rate, *(side.capacity for side in path))
+        device.state.lending.bytes_per_second = device.moves.bytes_per_second = rate
         if streams:
             device.borrows_over(partial(SimBorrowed, device, streams))
 
@@ -200,15 +180,16 @@ class SimLeases:
                 self._agenda.schedule(at, partial(self._kill, device))
             case ReplaceWorker(device):
                 self._agenda.schedule(now + START_SECONDS, partial(self._restart, device))
-            case OrderDevice(number, device, command):
+            case OrderDevice(number, device, command, by):
                 answered = partial(self._answered, number, device)
-                self._devices[device].order(at, f"lending-{number}", command, answered)
-            case OrderEnded(number, refused):
-                self._ended.pop(number)(refused)
+                self._devices[device].order(at, f"lending-{number}", command, answered, by)
+            case OrderEnded(number, outcome):
+                self._ended.pop(number)(outcome)
 
     def _answered(self, number: int, device: str, refused: str | None) -> None:
         now = self._devices[device].clock.now()
-        self._handle(now, OrderAnsweredEvent(number, refused))
+        outcome = CommandOutcome() if refused is None else CommandOutcome("refused", refused)
+        self._handle(now, OrderAnsweredEvent(number, outcome))
 
     def _kill(self, device: str, now: float) -> None:
         if self._devices[device].down:
@@ -238,7 +219,7 @@ class SimBorrowed:
 
     @property
     def waits(self) -> bool:
-        return self._state.models[self._model].kv.borrowed_pages > 0
+        return self._state.models[self._model].kv.borrowed.pages > 0
 
     @property
     def open(self) -> bool:
@@ -246,10 +227,11 @@ class SimBorrowed:
 
     def begin(self, now: float, job: Pass, read: int, written: int) -> None:
         self._job = job
-        kv, lenders = self._state.models[self._model].kv, self._state.lending.borrowed
-        n_bytes = read * kv.spec.kv_bytes_per_token * kv.borrowed_pages
-        n_bytes //= kv.borrowed_pages + kv.pages
-        for lender, pages in lenders.items():
+        m, lenders = self._state.models[self._model], self._state.lending.borrowed
+        reading = [r for r in m.running if r.in_flight] or list(m.running)
+        blocks, _ = m.kv.borrowed.use([(r.blocks, r.computed, r.computed) for r in reading])
+        n_bytes = blocks * m.spec.block_bytes
+        for lender, pages in lenders.items() if blocks else ():
             self._moving += 1
             part = n_bytes * pages // sum(lenders.values())
             self._streams[lender].carry(now, part, self._ended)
@@ -274,42 +256,37 @@ class SimBorrowed:
 
 
 def leases_of(
-    orders: Sequence[LendingOrder],
+    pairs: Sequence[tuple[str, str]],
     devices: Mapping[str, tuple[SimDevice, HostPlace]],
-    names: Sequence[str],
     lends: bool,
 ) -> list[SimLeases]:
-    """Build the leases of each host whose devices lend: those that a user's file of orders names
-    or, if the fleet policy `lends`, all that reach each other; and schedule the orders.
+    """Build the leases of each host whose devices lend: `pairs`, between which an operator will
+    lend; if the fleet policy `lends`, all that reach each other and have pages of one size.
 
-    `devices`: by name, those that serve, with their places; `names`: all of the cluster, in order.
-    Raises ConfigError for an order that devices cannot carry out.
+    `devices`: by name, those that serve, with their places. Raises ConfigError for a pair that
+    cannot lend.
     """
-    pairs = [[device_named("orders", at, names) for at in (o.lender, o.borrower)] for o in orders]
     for pair in pairs:
         for name in pair:
             if name not in devices:
                 raise ConfigError("orders", name, "a device that serves a model")
         if len({devices[name][1].host for name in pair}) > 1 or len(set(pair)) < 2:
             raise ConfigError("orders", pair, "two devices of one host: see `per_host`")
+        sizes = {_page_bytes(devices[name][0]) for name in pair}
+        if len(sizes) > 1:
+            raise ConfigError("orders", sorted(sizes), "devices that lend have pages of one size")
     lending = {name for pair in pairs for name in pair}
     if lends:
         apart = PeerLinks.NONE
         lending |= {n for n, (_, at) in devices.items() if at.host.joints.peers is not apart}
-    leases: dict[World, SimLeases] = {}
-    for world in dict.fromkeys(place.host.world for _, place in devices.values()):
-        there = {n: at for n, at in devices.items() if n in lending and at[1].host.world is world}
+    able = {n: (d, at.host.world, _page_bytes(d)) for n, (d, at) in devices.items() if n in lending}
+    leases = []
+    for world, size in dict.fromkeys((world, size) for _, world, size in able.values()):
+        there = {n: devices[n] for n, (_, *at) in able.items() if at == [world, size]}
         if len(there) > 1:
-            leases[world] = SimLeases(world, there)
-    for order, (lender, borrower) in zip(orders, pairs, strict=True):
-        device, place = devices[lender]
-        page, n_bytes = device.state.settings.page_bytes, order.lend or order.recall
-        pages = n_bytes // page if isinstance(n_bytes, int) else None
-        if pages == 0:
-            raise ConfigError("orders", n_bytes, f"a page or more, of {format_bytes(page)}")
-        if order.lend is None or pages is None:
-            command: Lend | Recall = Recall(borrower, pages, order.seconds, "ordered")
-        else:
-            command = Lend(borrower, pages, "ordered")
-        leases[place.host.world].schedule(order.at, lender, command)
-    return list(leases.values())
+            leases.append(SimLeases(world, there))
+    return leases
+
+
+def _page_bytes(device: SimDevice) -> int:
+    return device.state.settings.page_bytes

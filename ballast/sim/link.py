@@ -21,7 +21,9 @@ from ballast.sim.change_queue import ScheduledChange
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.fluid import Ceiling, Ended, Flow, Fluid, Side, Wire
 from ballast.sim.page_costs import LoopTime
+from ballast.sim.wide_stream import QueuedBytes, WideStream
 
+_LOADS = ACTIVATIONS, Direction.TO_DEVICE
 Path = Mapping[Direction, Sequence[Side]]
 """The sides that bytes of each direction cross, the device's own first."""
 
@@ -44,6 +46,8 @@ class Route:
 
     fluid: Fluid
     path: Path
+    loads: Sequence[Sequence[Side]] = ()
+    """Paths by which weights come at once, its own first; empty: by `path` alone."""
 
     @classmethod
     def alone(cls, fluid: Fluid, rates: LinkRates) -> Route:
@@ -55,6 +59,8 @@ class Route:
 class SimLink:
     """Simulated link of a device. Implements `memory.transfer.Link`, and carries the device's other
     traffic."""
+
+    paced = True
 
     def __init__(
         self,
@@ -77,6 +83,8 @@ class SimLink:
             for direction in Direction
         }
         self._streams: dict[tuple[str, Direction], Stream] = {}
+        paths = [Stream(self, self._route.fluid, path) for path in self._route.loads]
+        self._loads = WideStream(paths) if paths else None
         self._mapping: dict[tuple[str, int], ScheduledChange] = {}
         """By stream and number, the begin of each transfer that waits for the loop's calls."""
         self.moving = 0
@@ -107,11 +115,9 @@ class SimLink:
             if watch is not None:
                 watch.landed(at, mark)
 
-        ceiling, carrier, now = (
-            self._ceilings[direction],
-            self.stream(stream, direction),
-            self._clock.now(),
-        )
+        ceiling, now = self._ceilings[direction], self._clock.now()
+        several = self._loads if (stream, direction) == _LOADS else None
+        carrier = several or self.stream(stream, direction)
 
         def begin(at: float) -> None:
             before = 0
@@ -138,7 +144,7 @@ class SimLink:
         if mapping is not None:
             self._heap.agenda.drop(mapping)
             self.moving -= 1
-        elif not self.stream(ACTIVATIONS, Direction.TO_DEVICE).stop(now, transfer_id):
+        elif not (self._loads or self.stream(*_LOADS)).stop(now, transfer_id):
             return
         self._heap.schedule(now, TransferDoneEvent(transfer_id, 0, 0.0, STOPPED))
 
@@ -154,24 +160,12 @@ class SimLink:
         """Nothing to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Bytes that move as one flow."""
-
-    n_bytes: int
-    ended: Ended
-    ceiling: Ceiling | None
-    transfer: int | None
-    """Number of the transfer to which they belong; None: of no device's loop."""
-    reserved: float = 0.0
-
-
 class Stream:
     """Bytes of one device and direction that move one after another."""
 
     def __init__(self, link: SimLink, fluid: Fluid, path: Sequence[Side]) -> None:
         self._link, self._fluid, self._path = link, fluid, path
-        self._queue: deque[_Part] = deque()
+        self._queue: deque[QueuedBytes] = deque()
         """Queued parts in order; the first flows."""
         self._flow: Flow | None = None
 
@@ -187,7 +181,7 @@ class Stream:
         """Move bytes after those that are on their way; call `ended` at their end. `transfer`: its
         number, by which `stop` finds them; `reserved`: bytes per second that they have at least."""
         self._link.moving += 1
-        self._queue.append(_Part(n_bytes, ended, ceiling, transfer, reserved))
+        self._queue.append(QueuedBytes(n_bytes, ended, ceiling, transfer, reserved))
         if len(self._queue) == 1:
             self._start_first(now)
 
@@ -209,7 +203,7 @@ class Stream:
         if self._queue:
             part = self._queue[0]
             given = part.ceiling, part.reserved
-            self._flow = self._fluid.start(now, self._path, part.n_bytes, self._ended, *given)
+            self._flow = self._fluid.start(now, self._path, part.left, self._ended, *given)
 
     def _ended(self, at: float, seconds: float) -> None:
         part = self._queue.popleft()

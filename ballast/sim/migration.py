@@ -31,6 +31,7 @@ from ballast.core.actions import ActivateCommand
 from ballast.core.event import ArrivalEvent, CancelEvent, Output, TokenOutput
 from ballast.core.link import Direction
 from ballast.core.migration import KvReadEvent, MigrationAnswer, Piece
+from ballast.core.order import MoveRequests
 from ballast.core.request import Request, RequestState, Submission
 from ballast.core.settings import Role
 from ballast.core.view import Residency
@@ -108,20 +109,12 @@ class SimMigrations:
         """Return whether it is one of these devices."""
         return device in self._devices
 
-    def move_all(
-        self,
-        now: float,
-        source: str,
-        model: str,
-        ended: Callable[[int], object],
-        bring: bool = False,
-        target: str | None = None,
-    ) -> None:
+    def move_requests(self, now: float, step: MoveRequests, ended: Callable[[int], object]) -> None:
         """Migrate the running requests of a model off a device; `ended` is called with the number
-        of those that have left. `bring`, `target`: as of `MigrateEvent`."""
+        of those that have left."""
         number = next(self._numbers)
         self._ended[number] = ended
-        self._handle(now, MigrateEvent(number, source, model, bring, target))
+        self._handle(now, MigrateEvent(number, step.device, step.model, step.bring, step.target))
 
     def on_output(self, name: str, output: Output) -> None:
         """Handle an output that a device has just produced: a first token of one that prefills

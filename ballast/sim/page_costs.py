@@ -1,7 +1,7 @@
 """Charge the time of calls that map and unmap pages to a simulated loop.
 
 Weights, borrowed pages, and KV in ranges of its own take calls; KV in the device's window takes
-none.
+none. Blocks that leave borrowed pages, or come to them, are copied by the loop too.
 
 Live, the loop makes these calls itself, between jobs: jobs in flight continue, but the next job,
 and the copy of a model's weights, begin only when the calls have returned. Used by `sim.device`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ballast.core.clock import Clock
 from ballast.memory.vm import Range
@@ -44,6 +45,19 @@ class LoopTime:
     def spend(self, seconds: float) -> None:
         """Add a call made now, queued behind those that have not returned."""
         self.until = max(self.until, self._clock.now()) + seconds
+
+
+class HomeCopies:
+    """Copies of KV blocks on one device: those from or to borrowed pages take the loop's time."""
+
+    def __init__(self, vm: NullVm, loop: LoopTime) -> None:
+        self.bytes_per_second = inf
+        """Rate at which borrowed pages are read."""
+        self._borrowed, self._loop = vm.window.address(vm.n_pages), loop
+
+    def __call__(self, dst: int, src: int, n_bytes: int) -> None:
+        if max(dst, src) >= self._borrowed:
+            self._loop.spend(n_bytes / self.bytes_per_second)
 
 
 class TimedVm(NullVm):

@@ -8,7 +8,7 @@ Used by `ballast story` through `bench.story_tables`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +21,7 @@ from ballast.core.link import Direction
 from ballast.core.story import Story
 from ballast.engine.build import build_state
 from ballast.engine.loop import Loop
+from ballast.engine.state import DeviceState
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import ACTIVATIONS
 from ballast.memory.vm_null import NullVm
@@ -69,8 +70,8 @@ class StoryReplay:
 class _Link:
     """Link of a replay: implements `Link`; transfers end at the recorded events."""
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self.bytes_per_second = bytes_per_second
+    def __init__(self, bytes_per_second: float, paced: bool) -> None:
+        self.bytes_per_second, self.paced = bytes_per_second, paced
 
     def start(
         self,
@@ -99,23 +100,31 @@ class _Script:
         return taken
 
 
-def replay(life: DeviceStory, *, reasons: bool = True) -> StoryReplay:
+def replay(
+    life: DeviceStory,
+    *,
+    reasons: bool = True,
+    observe: Callable[[float, DeviceState], None] = lambda now, state: None,
+) -> StoryReplay:
     """Replay a recorded run of a device as far as possible.
 
-    Without `reasons` the wording of reasons and refusals may differ.
+    Without `reasons` the wording of reasons and refusals may differ. `observe` is called with the
+    time and the state when a turn, or a leap, has ended.
     """
-    return _Replay(life, reasons).run()
+    return _Replay(life, reasons, observe).run()
 
 
 class _Replay:
-    def __init__(self, life: DeviceStory, reasons: bool) -> None:
-        self._reasons = reasons
+    def __init__(
+        self, life: DeviceStory, reasons: bool, observe: Callable[[float, DeviceState], None]
+    ) -> None:
+        self._reasons, self._observe = reasons, observe
         self._entries = life.entries
         self._over = life.over
         snapshot = life.snapshot
         self._clock = VirtualClock(life.at)
         self._lanes, self._script = StoryLanes(), _Script()
-        self._link = _Link(snapshot.link_bytes_per_second)
+        self._link = _Link(snapshot.link_bytes_per_second, not snapshot.near_host)
         self._replayed: list[StoryEntry] = []
         """By the turn that was replayed last."""
         vm = NullVm(
@@ -132,8 +141,7 @@ class _Replay:
             self._clock,
             copy_nothing,
             costs,
-            StoryStream if snapshot.rotates or preset.requires.kv_swapping else None,
-            preset.requires.kv_swapping,
+            StoryStream if snapshot.rotates or preset.requires.kv_staging else None,
             stages_kv=preset.requires.kv_staging,
         )
         self._loop = Loop(
@@ -189,6 +197,8 @@ class _Replay:
             entry = self._entries[self._at]
             if "link_bytes_per_second" in entry:
                 self._link.bytes_per_second = entry["link_bytes_per_second"]
+                peers = entry.get("peer_bytes_per_second")
+                self._loop.state.lending.bytes_per_second = peers
             elif "event" in entry:
                 self._events += 1
                 if entry["event"] != "Timer":  # the loop finds out for itself
@@ -247,6 +257,7 @@ class _Replay:
 
     def _compare(self, turn: range) -> StoryDifference | None:
         """Compare the entries that the turn recorded anew with the recorded ones."""
+        self._observe(self._clock.now(), self._loop.state)
         again = [_plain(entry) for entry in self._replayed]
         self._replayed.clear()
         self._count(again)

@@ -31,10 +31,14 @@ class SimRunner:
     """Runs a job by scheduling its end.
 
     Tokens are a function of (request id, position), never an end-of-sequence token: lengths are
-    the workload's. Scores and embeddings are zeros. The lane is idle during the engine's own time
-    per job. Jobs that have less than the whole device take no longer after a pause or a prefill. A
-    job that comes to layers which are not there waits for them (`sim.layer_passes`).
+    the workload's, those of `ends` or the requests' bounds. Scores and embeddings are zeros. The
+    lane is idle during the engine's own time per job. Jobs that have less than the whole device
+    take no longer after a pause or a prefill. A job that comes to layers which are not there waits
+    for them (`sim.layer_passes`).
     """
+
+    ends: Mapping[str, int]
+    """Positions of the last tokens of answers that end before their bounds, by request."""
 
     def __init__(
         self,
@@ -101,16 +105,6 @@ class SimRunner:
         results = tuple(self._results(self._specs[job.model], job))
         now = self._clock.now()
         read, written = sum(w.start for w in job.work), sum(len(w.tokens) for w in job.work)
-        stream = self._streams.of(job.model)
-        if stream is not None and not written and not stream.stages:
-
-            def moved(at: float, seconds: float) -> None:
-                self._heap.schedule(
-                    at + self._overhead, JobDoneEvent(job, results, seconds, seconds)
-                )
-
-            stream.move(now, moved)
-            return
         if job.parts is not None and job.parts < self._parts:
             way = (partial(self._pass, job.model), read, written)
             waits = self._waits(job.model)
@@ -334,7 +328,8 @@ class SimRunner:
                     w.request_id, w.scoring.start, (0.0,) * len(w.scoring.targets)
                 )
             if w.sample is not None:
-                yield SampledToken(w.request_id, self.token(spec, w.request_id, w.end))
+                token, ends = self.token(spec, w.request_id, w.end), self.ends.get(w.request_id)
+                yield SampledToken(w.request_id, token, ends=w.end == ends)
             if w.embed:
                 yield EmbeddingOutput(w.request_id, bytes(4 * spec.hidden))
 

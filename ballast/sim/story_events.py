@@ -6,7 +6,7 @@ Used by `sim.replay`. Tokens and bytes, which a story does not hold, are replace
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import msgspec
@@ -21,9 +21,9 @@ from ballast.core.event import (
     JobResult,
     PromptScoresOutput,
 )
+from ballast.core.fleet_state import OPERATOR
 from ballast.core.job import Job, SampledToken
 from ballast.core.lease import Lease, LendingMessage, PeerMetEvent
-from ballast.core.link import Direction
 from ballast.core.model import ModelSpec
 from ballast.core.request import Request, Sampling, Submission
 from ballast.core.rotation import Rotation
@@ -65,8 +65,6 @@ class StoryLanes:
 class StoryStream:
     """Implements `ModelStream` for a replay: layers land at the recorded events."""
 
-    kv_host: int | None = None
-
     def __init__(self, spec: ModelSpec) -> None:
         self.loads = Loads()
         self.held: Sequence[int] = ()
@@ -87,20 +85,11 @@ class StoryStream:
     def add_weights(self, copies: Sequence[Copy]) -> None:
         """There are no bytes."""
 
-    def add_kv(self, kv: KvCache) -> None:
-        """There are no bytes."""
-
     def add_staging(self, kv: KvCache) -> None:
         """There are no bytes."""
 
     def carry_blocks(self, moves: BlockMoves) -> None:
         """There are no bytes."""
-
-    def carry_kv(self, layers: Sequence[int], slabs: Sequence[int], direction: Direction) -> None:
-        """There are no bytes."""
-
-    def turn_kv(self, rotation: Rotation) -> None:
-        """Nothing to load and store."""
 
 
 class StoryGrammars:
@@ -164,6 +153,9 @@ class StoryKvTiers:
     def void(self, owner: str, block: int) -> None:
         """There are no bytes."""
 
+    def occupy(self, n_bytes: int) -> None:
+        """There are no bytes."""
+
     def close(self) -> None:
         """There are no bytes."""
 
@@ -206,7 +198,8 @@ class StoryEvents:
             return self._import(entry)
         if kind == "JobDone":
             job, stall = self.ended_job(entry), entry.get("stall", 0.0)
-            return self.job_done(job, entry["seconds"], _ends(entry), stall)
+            done = self.job_done(job, entry["seconds"], _ends(entry), stall)
+            return replace(done, carried=tuple(entry.get("carried", (0.0, 0.0))))
         if kind == "JobFailed":
             return event.JobFailedEvent(self.ended_job(entry), entry["reason"])
         if kind == "Operate":
@@ -334,7 +327,7 @@ class StoryEvents:
             newcomer = build_newcomer(self._state, hosted_nowhere(spec), copy_nothing, costs)
             self._ready[spec.name] = newcomer
             self._serves(spec)
-        return event.CommandEvent(entry["id"], operation)
+        return event.CommandEvent(entry["id"], operation, entry.get("by", OPERATOR))
 
 
 def _made(kind: type[T], entry: StoryEntry) -> T:

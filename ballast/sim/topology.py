@@ -7,15 +7,16 @@ their own (NVLink), over their wires to the host (PCIe), or not at all. Used by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from ballast.core.errors import ConfigError
 from ballast.core.link import Direction, LinkRates
+from ballast.core.model import ModelSpec
 from ballast.sim.fluid import Side, Wire
 from ballast.sim.kv_tiers import virtual_store
-from ballast.sim.link import Path
+from ballast.sim.link import Route
 from ballast.sim.world import World
 
 
@@ -44,16 +45,24 @@ class ClusterLinks:
     port: LinkRates | None = None
     """Bandwidth of each device's port to its peers, out of it (`to_host`) and into it
     (`to_device`)."""
+    several: bool = False
+    """Whether weights come over the links of all devices of a host at once, and from there over
+    ports (Prism, 5.3)."""
     kv_host: int = 0
     """Bytes of each host's tier of KV below its devices; 0: there is none."""
     kv_disk: int = 0
     """Bytes of KV on each host's disk; 0: none is kept there."""
+    network: float | None = None
+    """Bytes per second at which a host receives the weights of models that it does not have; None:
+    at once."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
             raise ConfigError("per_host", self.per_host, "a host has one device or more")
         if (self.peers is PeerLinks.NVLINK) != (self.port is not None):
             raise ConfigError("peers", self.peers.value, "nvlink, and no other, needs `port`")
+        if self.several and self.peers is not PeerLinks.NVLINK:
+            raise ConfigError("several", "true", "links over ports: peers are nvlink")
 
 
 APART = ClusterLinks()
@@ -65,14 +74,23 @@ class HostPlace:
 
     def __init__(self, host: SimHost, rates: LinkRates) -> None:
         self.host = host
+        host.places.append(self)
         self._wire = Wire(rates)
         self._port = None if host.joints.port is None else Wire(host.joints.port)
 
     @property
-    def path(self) -> Path:
-        """Sides of wires that bytes cross between the host's memory and the device, by
-        direction."""
-        return {way: self._to_host(way) for way in Direction}
+    def route(self) -> Route:
+        """The wires that bytes cross between the host's memory and the device."""
+        path = {way: self._to_host(way) for way in Direction}
+        return Route(self.host.world.fluid, path, self._loads())
+
+    def _loads(self) -> Sequence[Sequence[Side]]:
+        others = [other for other in self.host.places if other is not self]
+        if not self.host.joints.several or not others:
+            return ()
+        down = Direction.TO_DEVICE
+        over = ([*other._to_host(down), *other.to_peer(self)] for other in others)
+        return [self._to_host(down), *over]
 
     def to_peer(self, other: HostPlace) -> Sequence[Side]:
         """Return the sides of wires that bytes cross from here to another device of the host.
@@ -97,10 +115,30 @@ class SimHost:
 
     def __init__(self, joints: ClusterLinks) -> None:
         self.joints, self.world = joints, World()
+        self.places: list[HostPlace] = []
         self.wire = None if joints.host is None else Wire(joints.host)
         """Wire that bytes of all the host's devices cross; None: no common bound."""
         self.kv_store = virtual_store(joints.kv_host, joints.kv_disk)
         """The host's tier of KV."""
+        self._models: dict[str, float] = {}
+        """When the weights of each model are in its memory."""
+        self._receives_until = 0.0
+
+    def ready_at(self, now: float, spec: ModelSpec) -> float:
+        """Have the weights of a model sent by another host unless they are here; returns when they
+        are."""
+        if spec.name not in self._models and self.joints.network is not None:
+            seconds = sum(spec.segment_bytes) / self.joints.network
+            self._receives_until = max(now, self._receives_until) + seconds
+            self._models[spec.name] = self._receives_until
+        return max(now, self._models.get(spec.name, now))
+
+    def starts_with(self, specs: Iterable[ModelSpec]) -> list[ModelSpec]:
+        """Note the models that a device serves from the start, and return them: their weights are
+        here."""
+        own = list(specs)
+        self._models |= dict.fromkeys((spec.name for spec in own), 0.0)
+        return own
 
     def place(self, rates: LinkRates) -> HostPlace:
         """Add a device whose own link carries `rates`."""

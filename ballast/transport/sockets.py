@@ -1,8 +1,10 @@
-"""Connect server and worker by ZeroMQ over a Unix socket in a private directory, one per worker.
+"""Connect server and worker by ZeroMQ: over a Unix socket in a private directory, one per worker,
+or over an encrypted connection (`curve`) where the worker is on another host.
 
-Used by `LocalWorker` (server's end, on the event loop) and `Worker` (worker's end, on the main
-thread). No message is dropped: high-water marks are off, and messages in flight are bounded by
-clients' open requests.
+Used by `LocalWorker` and `HostedWorker` (server's end, on the event loop), by both ends of a host's
+link, and by `Worker` (worker's end, on the main thread). No message is dropped: high-water marks
+are off, and messages in flight are bounded by clients' open requests. A connection between hosts
+that breaks is never made again, since what was on its way is lost: both ends notice and give up.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
+import msgspec
 import zmq
 
 from ballast.core.errors import DeviceError
+from ballast.transport.connection_watch import ConnectionWatch
 from ballast.transport.worker_messages.codec import (
     ToServer,
     ToWorker,
@@ -28,6 +32,8 @@ from ballast.transport.worker_messages.codec import (
     decode_to_worker,
     encode,
 )
+
+In = TypeVar("In")
 
 _SOCKET = "worker.sock"
 _LONGEST_PATH = 107
@@ -56,19 +62,65 @@ def address(directory: Path) -> str:
     return f"ipc://{path}"
 
 
-class ServerSocket:
-    """The server's end, on the running event loop.
+class Endpoint(Protocol):
+    """Where one end of a connection is."""
+
+    def attach(self, socket: zmq.Socket[bytes]) -> None:
+        """Bind or connect the socket, which has no connection yet."""
+
+    def lost(self) -> bool:
+        """Whether the connection has ended."""
+
+    def connected(self) -> bool:
+        """Whether the other end has connected, and the connection has not ended."""
+
+    def filenos(self) -> list[int]:
+        """Descriptors that are readable when the connection may have changed."""
+
+    def close(self) -> None: ...
+
+
+class UnixEndpoint:
+    """A socket in a private directory. The worker, which ends with its server, does not watch the
+    connection; the server does, to know that it has received all that the worker sent."""
+
+    def __init__(self, directory: Path, *, binds: bool) -> None:
+        self._address, self._binds = address(directory), binds
+        self._watch: ConnectionWatch | None = None
+
+    def attach(self, socket: zmq.Socket[bytes]) -> None:
+        if self._binds:
+            self._watch = ConnectionWatch(socket)
+        (socket.bind if self._binds else socket.connect)(self._address)
+
+    def lost(self) -> bool:
+        return self._watch is not None and self._watch.read(connects=False)
+
+    def connected(self) -> bool:
+        return self._watch is not None and self._watch.connected
+
+    def filenos(self) -> list[int]:
+        return [] if self._watch is None else [self._watch.fileno()]
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+
+class LoopSocket(Generic[In]):
+    """One end of a connection, on the running event loop.
 
     Reads ZeroMQ's file descriptor itself: `zmq.asyncio` takes a third of a server's time where
     every message is a token.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, endpoint: Endpoint, decode: Callable[[bytes], In]) -> None:
+        self._endpoint, self._decode = endpoint, decode
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.bind(address(directory))
+        endpoint.attach(self._socket)
         self._received: deque[bytes] = deque()
         self._unsent: deque[bytes] = deque()
         """Messages for a worker that has not connected."""
@@ -79,20 +131,33 @@ class ServerSocket:
         assert isinstance(fd, int)
         self._fd = fd
         self._loop.add_reader(self._fd, self._pump)
+        self._others = endpoint.filenos()
+        for other in self._others:
+            self._loop.add_reader(other, self._look)
+        self.lost = False
+        """Whether the connection has ended; all that came on it has been received."""
+        if self._others:
+            self._look()  # ZeroMQ's descriptors become readable only for what follows a reading
 
     @property
     def has_message(self) -> bool:
         """Whether a message has been received that `take` has not returned."""
         return bool(self._received)
 
-    def send(self, message: ToWorker) -> None:
+    @property
+    def connected(self) -> bool:
+        """Whether the other end has connected, and may still send."""
+        self._look()
+        return self._endpoint.connected()
+
+    def send(self, message: msgspec.Struct) -> None:
         """Queue `message`; never waits. Messages go in the order of the calls."""
         self._unsent.append(encode(message))
         self._pump()
 
-    def take(self) -> ToServer:
+    def take(self) -> In:
         """Return the next message; there must be one. Raises MalformedMessage."""
-        return decode_to_server(self._received.popleft())
+        return self._decode(self._received.popleft())
 
     async def change(self) -> None:
         """Wait for the next message that comes, or for `wake`. One caller at a time."""
@@ -128,23 +193,53 @@ class ServerSocket:
         if received:
             self.wake()
 
+    def _look(self) -> None:
+        """Note whether the connection has ended."""
+        if self._endpoint.lost() and not self.lost:
+            self._pump()
+            self.lost = True
+            self.wake()
+
     def close(self) -> None:
-        self._loop.remove_reader(self._fd)
+        for fd in (self._fd, *self._others):
+            self._loop.remove_reader(fd)
+        self._endpoint.close()
         self._socket.close()
         self._context.term()
+
+
+class ServerSocket(LoopSocket[ToServer]):
+    """The server's end of a worker's connection."""
+
+    def __init__(self, endpoint: Endpoint | Path) -> None:
+        """`endpoint`: or the directory of a Unix socket."""
+        if isinstance(endpoint, Path):
+            endpoint = UnixEndpoint(endpoint, binds=True)
+        super().__init__(endpoint, decode_to_server)
 
 
 class WorkerSocket:
     """The worker's end; all calls from one thread. Leaving its context sends queued messages."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, endpoint: Endpoint | Path) -> None:
+        """`endpoint`: or the directory of a Unix socket."""
+        if isinstance(endpoint, Path):
+            endpoint = UnixEndpoint(endpoint, binds=False)
+        self._endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = 10_000  # ms; queued messages are sent unless the server has ended
-        self._socket.connect(address(directory))
+        endpoint.attach(self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        for fd in endpoint.filenos():
+            self.also_wake_on(fd)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection has broken."""
+        return self._endpoint.lost()
 
     def __enter__(self) -> Self:
         return self
@@ -155,6 +250,7 @@ class WorkerSocket:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._endpoint.close()
         self._socket.close()
         self._context.term()
 
@@ -163,8 +259,9 @@ class WorkerSocket:
         self._poller.register(fd, zmq.POLLIN)
 
     def send(self, message: ToServer) -> None:
-        """Queue `message`; never waits."""
-        self._socket.send(encode(message))
+        """Queue `message`; never waits. It is dropped if the connection has broken."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(message), zmq.DONTWAIT)
 
     def wait(self, seconds: float | None) -> None:
         """Wait for a message, a readable descriptor of `also_wake_on`, or the end of `seconds`."""

@@ -8,10 +8,12 @@ cannot see `kv`.
 - `architecture`: A decoder's sizes, tensors and attention windows.
 - `assemble`: Assemble tensors of the module from tensors of the files.
 - `buffers`: Buffers that checkpoints lack, such as rotary frequencies.
+- `carried_state`: Run modules that carry a state from token to token, sequence by sequence.
 - `checkpoint`: Load a checkpoint's weights into the host tier.
 - `config`: `config.json`, the generation config, and end-of-sequence tokens.
 - `decoder_recipe`: How a Llama-like decoder's layers are computed, by features.
 - `default_dtype`: PyTorch's default dtype, set for one thread.
+- `encoder`: Describe encoders of BERT's kind: which checkpoints are, and how they pool.
 - `findings`: Keeps what the examination of checkpoints found, by content.
 - `finite`: Refuse weights that are NaN or infinite, by file, tensor and place.
 - `generation_config`: Sampling parameters that a checkpoint recommends.
@@ -22,6 +24,8 @@ cannot see `kv`.
 - `gguf_tokenizer`: Tokenizer files of a GGUF header.
 - `host`: The host tier: weights packed in sealed memory, shared by all workers.
 - `inspection`: Derive an architecture from its `transformers` module, or refuse the model.
+- `kv_groups`: Divide layers into groups with equal windows, whose blocks have one size.
+- `latent`: Attend over latents in place of the keys and values that they stand for.
 - `load_order`: Order of a load behind which the first job can begin.
 - `manifest`: A checkpoint's contents, checked before its weights are read.
 - `meta_module`: The `transformers` module of a configuration, without memory.
@@ -38,6 +42,7 @@ cannot see `kv`.
 - `recipe_agreement`: Check that a module computes what its recipe says.
 - `recipe_search`: Find a decoder's recipe from its tensors and parts.
 - `residency`: One model's weights on one device: absent, loading, resident, rotating.
+- `row_call`: Call a module for a flat batch: positions of its rows, logits of some rows.
 - `sealed`: A host-tier segment: a memfd that is filled, sealed, and mapped read only.
 - `sealed_model`: Find a loaded model again by its sealed segments, without its files.
 - `segment_exchange`: The protocol by which processes share segments and models.
@@ -48,6 +53,7 @@ cannot see `kv`.
 - `shared`: Segments that several models contain, on the device once.
 - `slots`: Pages that rotating layers of a model share.
 - `source_files`: Identify the files that a model was loaded from.
+- `spelt_attention`: Attend through `transformers`' interface where modules spell it out.
 - `stored_tensor`: A tensor stored in a file.
 - `stored`: Tensors in safetensors and GGUF files, located by their headers.
 - `support_checks`: Refusal of models that cannot be served, with reasons.

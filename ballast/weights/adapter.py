@@ -39,11 +39,10 @@ from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier, Lo
 from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
+from ballast.weights.source_files import ADAPTER_CONFIG, ADAPTER_TENSORS
 from ballast.weights.stored import read_header
 from ballast.weights.stored_tensor import Stored
 
-CONFIG = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
 MAX_RANK = 512
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -158,9 +157,9 @@ def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
     Returns A and B of each adapted module, in the base's order. Raises CheckpointError and
     UnsupportedModel.
     """
-    path = wanted.directory / TENSORS
+    path = wanted.directory / ADAPTER_TENSORS
     try:
-        config = _Config.read(wanted.directory / CONFIG)
+        config = _Config.read(wanted.directory / ADAPTER_CONFIG)
         if not path.is_file():
             left = unfinished(wanted.directory) or "only safetensors are read"
             raise CheckpointError(str(path), None, f"there is no such file; {left}")

@@ -11,19 +11,28 @@ or a scale that grows with them, would mean wrong answers: the model is refused.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 from transformers.integrations.moe import ExpertsInterface
 
 from ballast.core.errors import brief
+from ballast.weights.carried_state import StateKey, Stretch, carrying, state_modules
+from ballast.weights.latent import absorbed, over_latents
+from ballast.weights.row_call import RowCall
+from ballast.weights.spelt_attention import set_attention
 
 _NAME = "ballast_agreement"
 _LEAST_LAYERS = 5
@@ -31,6 +40,8 @@ _LEAST_LAYERS = 5
 _TOLERANCE = 5e-3
 """Largest difference, in standard deviations of the logits. Rounding causes less than a fifth of
 it, wrong positions more."""
+_MOST_STATES = 4
+"""States of a kind that a module may carry."""
 _ATTEMPTS = 3
 """Attempts, each with other tokens: rounding can change a choice of experts, but not every time."""
 
@@ -45,6 +56,10 @@ class Case:
     cut: int
 
 
+_STEPPED = Case(0, 6, 5)
+"""Its last token comes alone, for which modules that carry a state have another form."""
+
+
 def cases(positions: int) -> list[Case]:
     """Return sequences at the beginning, in the middle and at the end of the context."""
     found = [Case(0, min(7, positions), min(4, positions - 1))]
@@ -54,16 +69,22 @@ def cases(positions: int) -> list[Case]:
 
 
 @torch.inference_mode()
-def disagreement(module: nn.Module, positions: int, vocab: int) -> str | None:
+def disagreement(
+    module: nn.Module, positions: int, vocab: int, *, latent: bool = False
+) -> str | None:
     """Compare the module's logits in our batches with its own, within `positions`; returns the
-    difference in words, or None.
+    difference in words, or None. `latent`: ours attend over latents (`ballast.weights.latent`).
 
     `module` is weightless, and has only the layers that have to be run. Raises whatever the module
     raises if it cannot be run in our batches.
     """
-    found = None
+    found, tried = None, cases(positions)
+    if _cache_name(module) is None:  # nothing comes before what its own forward computes
+        tried = tried[:1]
+    if state_modules(module) and positions > _STEPPED.length:
+        tried = [*tried, _STEPPED]
     for attempt in range(_ATTEMPTS):
-        found = _compare(module, cases(positions), vocab, attempt)
+        found = _compare(module, tried, vocab, attempt, latent)
         if found is None:
             break
     return found
@@ -80,7 +101,7 @@ def batched(module: Any, positions: int, vocab: int) -> list[Tensor]:
     if isinstance(module, nn.Module):
         run: Any = module
         run.set_experts_implementation(_NAME)
-        run.set_attn_implementation(_NAME)
+        set_attention(run, _NAME)
     return _ours(module, tried, _tokens(tried, vocab, seed=0))
 
 
@@ -89,13 +110,16 @@ def _tokens(tried: Sequence[Case], vocab: int, seed: int) -> list[Tensor]:
     return [torch.randint(vocab, (case.length,), generator=generator) for case in tried]
 
 
-def _compare(module: nn.Module, tried: Sequence[Case], vocab: int, seed: int) -> str | None:
+def _compare(
+    module: nn.Module, tried: Sequence[Case], vocab: int, seed: int, latent: bool
+) -> str | None:
     tokens = _tokens(tried, vocab, seed)
     run: Any = module
     run.set_experts_implementation(_NAME)
-    run.set_attn_implementation(_NAME)
-    ours = _ours(run, tried, tokens)
-    run.set_attn_implementation("eager")
+    set_attention(run, _NAME)
+    with absorbed(module) if latent else nullcontext():
+        ours = _ours(run, tried, tokens)
+    set_attention(run, "eager")
     for case, ids, logits in zip(tried, tokens, ours, strict=True):
         where = f"at positions {case.start} to {case.start + case.length - 1}"
         try:
@@ -128,22 +152,40 @@ class _Forgotten(DynamicLayer):  # type: ignore[misc]
         return int(super().get_seq_length()) + query_length, self._seen
 
 
+class _ForgottenState(LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """The same of a layer in a model with recurrent states, of which the sequence has none."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__(number_of_states=_MOST_STATES)
+        self._seen = seen
+
+    def get_seq_length(self) -> int:
+        return self._seen + int(super().get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(super().get_seq_length()) + query_length, self._seen
+
+
 def _theirs(module: Any, case: Case, ids: Tensor) -> Tensor:
     """Return the (length, vocab) logits of a case by `transformers`' own forward."""
     if case.start == 0:
         output = module(input_ids=ids[None], use_cache=False)
     else:
-        layers = [_Forgotten(case.start) for _ in range(_n_layers(module))]
-        cache = {_cache_name(module): Cache(layers=layers)}
+        made = _ForgottenState if state_modules(module) else _Forgotten
+        layers = [made(case.start) for _ in range(_n_layers(module))]
+        name = _cache_name(module)
+        assert name is not None  # else only what begins a sequence is compared
+        cache = {name: Cache(layers=layers)}
         output = module(input_ids=ids[None], use_cache=True, **cache)
     logits: Tensor = output.logits[0]
     return logits
 
 
-def _cache_name(module: Any) -> str:
+def _cache_name(module: Any) -> str | None:
     """Return the name of the module's argument for its cache: `past_key_values`, and `cache` from
-    transformers 5.24 on."""
-    return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
+    transformers 5.24 on; None: it has none."""
+    taken = signature(module.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
 
 
 def _n_layers(module: Any) -> int:
@@ -160,6 +202,24 @@ class _Batch:
     pieces: Sequence[tuple[int, int]]
     kv: dict[tuple[int, int], tuple[Tensor, Tensor]]
     """By sequence and layer: keys and values (kv_heads, tokens, head_dim) so far."""
+    states: dict[tuple[int, StateKey], Tensor]
+    """By sequence: its recurrent states."""
+    begun: frozenset[int]
+    """Sequences that were in an earlier batch."""
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        ends = np.cumsum([n for _, n in self.pieces]).tolist()
+        return [
+            Stretch(slice(end - n, end), 1, sequence not in self.begun)
+            for (sequence, n), end in zip(self.pieces, ends, strict=True)
+        ]
+
+    def load(self, stretch: int, key: StateKey) -> Tensor:
+        return self.states[self.pieces[stretch][0], key]
+
+    def store(self, stretch: int, key: StateKey, state: Tensor) -> None:
+        self.states[self.pieces[stretch][0], key] = state
 
 
 _batch: ContextVar[_Batch] = ContextVar(_NAME)
@@ -169,7 +229,8 @@ _batch: ContextVar[_Batch] = ContextVar(_NAME)
 def _attending(batch: _Batch) -> Iterator[None]:
     token = _batch.set(batch)
     try:
-        yield
+        with carrying(batch):
+            yield
     finally:
         _batch.reset(token)
 
@@ -178,7 +239,10 @@ def _ours(module: Any, tried: Sequence[Case], tokens: Sequence[Tensor]) -> list[
     """Return the (length, vocab) logits of each sequence, computed in two batches of pieces of
     all."""
     kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    states: dict[tuple[int, StateKey], Tensor] = {}
+    begun: frozenset[int] = frozenset()
     found: list[list[Tensor]] = [[] for _ in tried]
+    call = RowCall(module)
     numbered = list(enumerate(tried))
     batches = (
         [(i, 0, case.cut) for i, case in numbered],
@@ -190,17 +254,14 @@ def _ours(module: Any, tried: Sequence[Case], tokens: Sequence[Tensor]) -> list[
         positions = torch.cat(
             [torch.arange(first, last) + tried[i].start for i, first, last in pieces]
         )
-        with _attending(_Batch([(i, last - first) for i, first, last in pieces], kv)):
-            output = module(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=torch.arange(len(ids)),
-            )
+        rows = [(i, last - first) for i, first, last in pieces]
+        with _attending(_Batch(rows, kv, states, begun)):
+            output = call(module, ids, positions, torch.arange(len(ids)))
         at = 0
         for i, first, last in pieces:
             found[i].append(output.logits[0, at : at + last - first])
             at += last - first
+        begun = frozenset(i for i, _, _ in pieces)
     return [torch.cat(parts) for parts in found]
 
 
@@ -218,11 +279,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend as `ballast.models.attention.attend`, in plain tensors, within a batch of this module.
 
-    Query (1, heads, T, head_dim), key and value (1, kv_heads, T, head_dim).
+    Query (1, heads, T, head_dim), key and value (1, kv_heads, T, their own).
     """
     batch, layer = _batch.get(), int(module.layer_idx)
     heads, kv_heads = query.shape[1], key.shape[1]
-    out = torch.empty_like(query[0])
+    out = query.new_empty(heads, query.shape[2], value.shape[3])
     at = 0
     for sequence, n in batch.pieces:
         rows = slice(at, at + n)
@@ -247,7 +308,7 @@ def attend(
         else:
             scores = scores.softmax(-1)
         out[:, rows] = (scores @ values.float()[:, None]).reshape(heads, n, -1).to(out.dtype)
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1)[None].contiguous(), None
 
 
 def _experts(
@@ -258,7 +319,7 @@ def _experts(
     return hidden_states * (0.5 + 0.1 * top_k_weights.sum(-1, keepdim=True)).to(hidden_states.dtype)
 
 
-AttentionInterface.register(_NAME, attend)
+AttentionInterface.register(_NAME, over_latents(attend))
 ExpertsInterface.register(_NAME, _experts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ballast.core.model import LayerKv, StateTensor
 from ballast.weights.decoder_recipe import DecoderRecipe
 
 
@@ -42,6 +43,13 @@ class Architecture:
     """Sequence length up to which rotary embeddings do not depend on the sequence's length."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer: positions that a query sees, its own included; None: all."""
+    attention_layers: tuple[int, ...]
+    """As `ModelSpec.attention_layers`, like `layer_kv` and `states`."""
+    layer_kv: tuple[LayerKv, ...]
+    kv_windows: tuple[int | None, ...]
+    states: tuple[StateTensor, ...]
+    alibi: bool = False
+    """Whether keys hold positions (`ballast.weights.spelt_attention`)."""
     softcap: float | None
     """Scores s become softcap * tanh(s / softcap)."""
     segments: tuple[tuple[str, tuple[ModelTensor, ...]], ...]

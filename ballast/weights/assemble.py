@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,16 @@ def concatenate(parts: Sequence[Recipe], dim: int) -> Recipe:
     )
 
 
+def narrow(recipe: Recipe, dim: int, first: int, n: int) -> Recipe:
+    """Return the recipe of `n` elements of dimension `dim`, from `first` on."""
+    inner = math.prod(recipe.shape[dim + 1 :])
+    rows = math.prod(recipe.shape[:dim])
+    runs: list[Run] = []
+    for row in range(rows):
+        runs += recipe.cut((row * recipe.shape[dim] + first) * inner, n * inner)
+    return Recipe((*recipe.shape[:dim], n, *recipe.shape[dim + 1 :]), tuple(runs))
+
+
 def recipes(
     architecture: Architecture, stored: Mapping[str, Stored], directory: Path
 ) -> dict[str, Recipe]:
@@ -109,7 +119,7 @@ def recipes(
         rename_source_key,
     )
 
-    names = {n: n for _, wanted in architecture.segments for w in wanted for n in w.names}
+    shapes = {n: w.shape for _, wanted in architecture.segments for w in wanted for n in w.names}
     renamings = [c for c in architecture.conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in architecture.conversions if isinstance(c, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
@@ -117,10 +127,10 @@ def recipes(
     found: dict[str, Recipe] = {}
     parts: dict[str, dict[str, list[Recipe]]] = {}
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, base, names)
-        if target not in names and name in names:
+        target, pattern = rename_source_key(name, renamings, converters, base, shapes)
+        if target not in shapes and name in shapes:
             target, pattern = name, None
-        if target not in names:
+        if target not in shapes:
             continue
         if pattern is None:
             found.setdefault(target, Recipe.of(stored[name]))
@@ -130,7 +140,7 @@ def recipes(
     for target, by_source in parts.items():
         converter = by_pattern[next(iter(by_source))]
         try:
-            found[target] = _convert(converter, by_source)
+            found.update(_convert(converter, by_source, target, shapes))
         except _Unfit as error:
             raise CheckpointError(str(directory), target, str(error)) from error
         except NotImplementedError as error:
@@ -145,30 +155,79 @@ class _Unfit(Exception):
     """Raised, with the reason, for parts that cannot be put together."""
 
 
-def _convert(converter: WeightConverter, by_source: Mapping[str, Sequence[Recipe]]) -> Recipe:
-    """Apply the converter's operations to the tensors found for each of its patterns."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
+def _convert(
+    converter: WeightConverter,
+    by_source: Mapping[str, Sequence[Recipe]],
+    target: str,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, Recipe]:
+    """Apply the converter's operations to the tensors found for each of its patterns; returns the
+    recipes of `target`, the name by the first of its patterns, and of its others."""
+    from transformers.core_model_loading import (
+        Chunk,
+        Concatenate,
+        MergeModulelist,
+        Split,
+        Transpose,
+    )
 
     missing = [p for p in converter.source_patterns if p not in by_source]
     if missing:
         raise _Unfit(f"nothing is stored for its part {missing[0]}")
-    if len(converter.target_patterns) != 1:
-        raise NotImplementedError("splitting")
+    patterns = converter.target_patterns
+    targets = [target.replace(patterns[0], pattern) for pattern in patterns]
     lists = {p: list(by_source[p]) for p in converter.source_patterns}
     counts = {p: len(parts) for p, parts in lists.items()}
     if len(set(counts.values())) != 1:
         raise _Unfit(f"its parts are not equally many: {counts}")
     for operation in converter.operations:
-        kind = type(operation)
+        kind, listed = type(operation), [part for parts in lists.values() for part in parts]
         if kind is MergeModulelist and operation.dim == 0:
             lists = {p: [stack(_alike(parts))] for p, parts in lists.items()}
         elif kind is Concatenate:
-            parts = [part for listed in lists.values() for part in listed]
-            lists = {"": [concatenate(_alike(parts, operation.dim), operation.dim)]}
+            lists = {"": [concatenate(_alike(listed, operation.dim), operation.dim)]}
+        elif kind is Transpose and len(listed) == 1:
+            dims = {operation.dim0, operation.dim1}
+            if not operation.check_dims or listed[0].shape != shapes.get(target):
+                lists = {"": [_transposed(listed[0], dims)]}
+        elif kind in (Chunk, Split) and len(listed) == 1 and all(t in shapes for t in targets):
+            found = _split(listed[0], operation.dim, [shapes[t][operation.dim] for t in targets])
+            return dict(zip(targets, found, strict=True))
         else:
             raise NotImplementedError(repr(operation))
     ((whole,),) = lists.values()
-    return whole
+    if len(targets) != 1:
+        raise NotImplementedError("splitting")
+    return {target: whole}
+
+
+def _split(whole: Recipe, dim: int, sizes: Sequence[int]) -> list[Recipe]:
+    dim %= len(whole.shape)
+    if sum(sizes) != whole.shape[dim]:
+        raise _Unfit(f"{whole.shape} cannot be split into {sizes} of dimension {dim}")
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [narrow(whole, dim, first, n) for first, n in zip(firsts, sizes, strict=True)]
+
+
+def _transposed(whole: Recipe, dims: Collection[int]) -> Recipe:
+    """Exchange the last two dimensions; raises NotImplementedError for others, and for tensors that
+    are not read element by element."""
+    n = len(whole.shape)
+    plain = all(
+        run.n == math.prod(run.source.shape) and len(run.source.shape) > 1 for run in whole.runs
+    )
+    odd = any(r.source.transposed or r.source.heads or r.source.is_quantised for r in whole.runs)
+    if {d % n for d in dims} != {n - 2, n - 1} or odd or not plain:
+        raise NotImplementedError(f"transposing {sorted(dims)}")
+    runs = tuple(
+        replace(run, source=replace(run.source, shape=_turned(run.source.shape), transposed=True))
+        for run in whole.runs
+    )
+    return Recipe(_turned(whole.shape), runs)
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _alike(parts: Sequence[Recipe], dim: int | None = None) -> Sequence[Recipe]:
@@ -264,7 +323,7 @@ class Sources:
         if source.packing is not None:
             target.copy_(self._dequantised_of(source)[run.start : run.start + run.n])
             return
-        if source.heads or source.dtype in BLOCKS:
+        if source.heads or source.transposed or source.dtype in BLOCKS:
             _dequantise(run, fd, target)
             return
         item_bytes = ITEM_BYTES[source.dtype]
@@ -278,11 +337,13 @@ class Sources:
 
 
 def _dequantise(run: Run, fd: int, target: Tensor) -> None:
-    """Read whole blocks, or the rows of whole heads, some at a time, and keep what is in `run`."""
+    """Read whole blocks, matrices, or the rows of whole heads, some at a time, and keep what
+    is in `run`."""
     source, end = run.source, run.start + run.n
     kind = BLOCKS.get(source.dtype)
     elements, n_bytes = (kind.elements, kind.n_bytes) if kind else (1, ITEM_BYTES[source.dtype])
     unit = math.prod(source.shape) // source.heads if source.heads else elements
+    unit = math.prod(source.shape[-2:]) if source.transposed else unit
     step = max(1, _AT_ONCE // unit) * unit
     for first in range(run.start // unit * unit, end, step):
         last = min(first + step, -(-end // unit) * unit)
@@ -295,6 +356,8 @@ def _dequantise(run: Run, fd: int, target: Tensor) -> None:
         if source.heads:
             rows = source.shape[0] // source.heads * ((last - first) // unit)
             found = _in_order(found.view(rows, -1), (last - first) // unit).view(-1)
+        if source.transposed:
+            found = found.view(-1, *_turned(source.shape)[-2:]).transpose(1, 2).reshape(-1)
         low, high = max(first, run.start), min(last, end)
         target[low - run.start : high - run.start].copy_(found[low - first : high - first])
 

@@ -20,10 +20,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ballast.core.errors import BrokenPromise, CheckpointError, LimitExceeded, NotThere
+from ballast.core.errors import (
+    BrokenPromise,
+    CheckpointError,
+    LimitExceeded,
+    NotThere,
+    UnsupportedModel,
+)
 from ballast.core.levels import level_fields
 from ballast.core.model import BLOCK_TOKENS, ModelSpec
-from ballast.core.settings import ModelSettings
+from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.isolation.calls import Here, Isolation
 from ballast.kernels import quantised
 from ballast.kernels.quantised import PackedRows
@@ -39,7 +45,7 @@ from ballast.weights.origin import origin_of
 from ballast.weights.sealed_model import SealedAdapter, SealedModel, kind_of
 from ballast.weights.segment import Piece, Segment
 from ballast.weights.sharding import WHOLE, Shard, absent
-from ballast.weights.source_files import identity
+from ballast.weights.source_files import identity, listing
 from ballast.weights.stored import quantised_types
 from ballast.weights.tokenizer_files import digest_of
 
@@ -80,7 +86,7 @@ def load_host_model(
         return again
     try:
         files = identity(settings)
-        manifest = _examined(ManifestRequest(settings, shard), tier.isolation)
+        manifest = _examined(settings, shard, tier.isolation)
         tokenizer = digest_of(Path(settings.path))
         memory = _fill(settings, manifest, tier, threads, shard)
     except OSError as error:
@@ -108,8 +114,8 @@ def _host(
     settings: ModelSettings, manifest: Manifest, memory: HostBytes, shard: Shard, tokenizer: str
 ) -> HostModel:
     """Return the model, without adapters, whose segments are in `memory`."""
-    digest = hashlib.sha256(manifest.fingerprint.encode() + memory.digest).hexdigest()
     spec = _spec(settings, manifest, shard.ranks)
+    digest = hashlib.sha256(spec.fingerprint.encode() + memory.digest).hexdigest()
     return HostModel(
         replace(spec, fingerprint=digest, segment_digests=memory.digests),
         lambda: config_of(json.loads(manifest.config), untied=manifest.untied),
@@ -145,6 +151,7 @@ def _keep(
         digests=host.spec.segment_digests if host.shard == WHOLE else (),
         fingerprint=host.spec.fingerprint,
         files=files,
+        listing=listing(settings),
         tokenizer=host.tokenizer,
         manifest=manifest,
         adapters=tuple(
@@ -194,17 +201,28 @@ def read_spec(
     It has no segment digests, its fingerprint is not that of the loaded model, and adapters are
     ignored. Raises as `load_host_model`, for faults that headers show.
     """
-    manifest = _examined(ManifestRequest(settings, Shard(0, ranks)), isolation or Here())
+    manifest = _examined(settings, Shard(0, ranks), isolation or Here())
     return _spec(settings, manifest, ranks)
 
 
-def _examined(reading: ManifestRequest, isolation: Isolation) -> Manifest:
-    if reading.settings.fault:
-        raise NotThere(reading.settings.fault)
+def _examined(settings: ModelSettings, shard: Shard, isolation: Isolation) -> Manifest:
+    if settings.fault:
+        raise NotThere(settings.fault)
+    # Only what a manifest depends on: devices, service levels and others change without another
+    # examination.
+    reading = ModelSettings(
+        name=settings.name,
+        path=settings.path,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        model_impl=settings.model_impl,
+        linear=settings.linear,
+        adapters=tuple(AdapterSettings(name=a.name, path=a.path) for a in settings.adapters),
+    )
     try:
-        return isolation.call(read_manifest, reading, Manifest)
+        return isolation.call(read_manifest, ManifestRequest(reading, shard), Manifest)
     except LimitExceeded as error:
-        what = f"{reading.settings.path}: trying its configuration"
+        what = f"{settings.path}: trying its configuration"
         raise LimitExceeded(f"{what}, {error}") from error
 
 
@@ -263,6 +281,9 @@ def clipped_context(settings: ModelSettings, spec: ModelSpec) -> str | None:
 
 def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
     """Return the spec without the segments' digests, which only their bytes show."""
+    _check_kv_dtype(settings, manifest, ranks)
+    # KV of different dtypes never meets: names of blocks begin with the fingerprint.
+    kept = "" if settings.kv_dtype == "auto" else f"-{settings.kv_dtype}"
     return ModelSpec(
         name=settings.name,
         n_layers=manifest.n_layers,
@@ -275,11 +296,16 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         experts_per_token=manifest.experts_per_token,
         expert_intermediate=manifest.expert_intermediate,
         vocab=manifest.vocab,
+        attention_layers=manifest.attention_layers,
+        layer_kv=manifest.layer_kv if ranks == 1 else (),
+        kv_windows=manifest.kv_windows if ranks == 1 else (),
+        states=manifest.states,
         dtype=manifest.dtype,
+        kv_dtype=settings.kv_dtype,
         max_model_len=manifest.max_model_len,
         block_tokens=settings.block_tokens or BLOCK_TOKENS,
         segment_bytes=tuple(s.n_bytes for s in manifest.segments),
-        fingerprint=manifest.fingerprint,
+        fingerprint=manifest.fingerprint + kept,
         segment_digests=(),
         eos_token_ids=manifest.eos,
         sampling=settings.sampling.over(manifest.sampling),
@@ -288,8 +314,24 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         expected_longest=settings.expected_longest,
         max_answer=settings.max_answer,
         embeds=manifest.embeds,
+        pooling=manifest.pooling,
         **level_fields(settings),
     )
+
+
+def _check_kv_dtype(settings: ModelSettings, manifest: Manifest, ranks: int) -> None:
+    """Raise UnsupportedModel if the model keeps nothing that `kv_dtype` could be of."""
+    if settings.kv_dtype == "auto":
+        return
+    why = "an encoder keeps no KV" if manifest.pooling else ""
+    if ranks == 1 and any(kv.latent for kv in manifest.layer_kv):
+        why = "its attention keeps latents, which are not rounded to 8 bits"
+    if manifest.alibi:
+        why = "its keys hold positions (ALiBi), which are not rounded to 8 bits"
+    if why:
+        raise UnsupportedModel(
+            f"{settings.name}: kv_dtype {settings.kv_dtype}: {why}; leave it out"
+        )
 
 
 def _write(piece: Piece, elements: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def _surroundings() -> tuple[object, ...]:
     sources = [
         (str(path.relative_to(code)), s.st_size, s.st_mtime_ns)
         for part in ("core", "fleet", "isolation", "models", "weights")
-        for path in sorted((code / part).glob("*.py"))
+        for path in sorted((code / part).rglob("*.py"))
         if (s := path.stat())
     ]
     return (__version__, sources, versions, sys.version, platform.machine(), cpu_facts())

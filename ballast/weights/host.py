@@ -132,6 +132,11 @@ class HostTier:
         """Return whether a model of this name is kept on this host, in whatever layout."""
         return self._exchange is not None and self._exchange.knows_model(model)
 
+    def bring(self, model: str, kind: str, listing: str) -> bool:
+        """Have a model of this kind brought from another host that keeps it, unless the files here
+        (`source_files.listing`) are those that it was loaded from; returns whether it is here."""
+        return self._exchange is not None and self._exchange.bring_model(model, kind, listing)
+
     def recall(self, model: str, kind: str) -> bytes | None:
         """Return the record of a model of this kind that is kept on this host; None: there is
         none."""

@@ -9,6 +9,7 @@ more of it than it can do, or would compute something else in our batches
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,18 +18,32 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ballast.core.errors import BallastError, UnsupportedModel, brief
+from ballast.core.model import LayerKv
 from ballast.weights.agreement import disagreement, layers_to_run
 from ballast.weights.architecture import Architecture, ModelTensor
+from ballast.weights.carried_state import carry, state_modules
 from ballast.weights.decoder_recipe import DecoderRecipe
+from ballast.weights.kv_groups import grouped
+from ballast.weights.latent import UP, latent_paths
 from ballast.weights.meta_module import build_module, rotary_of
 from ballast.weights.module_segments import find_layers, tensors_by_segment
 from ballast.weights.probe import ProbeResult, probe
 from ballast.weights.recipe_agreement import follows
 from ballast.weights.recipe_search import LayerSizes, candidates
-from ballast.weights.support_checks import check_attention, check_config, check_module
+from ballast.weights.row_call import first_position, has_alibi
+from ballast.weights.support_checks import (
+    check_attention,
+    check_config,
+    check_module,
+    kv_sizes,
+)
 from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
 
+log = logging.getLogger(__name__)
+
 _MOST_POSITIONS = 2**31 - 1
+_CONTEXT = ("max_position_embeddings", "seq_length", "max_seq_len")
+"""What configurations call the most positions of a sequence."""
 
 
 def inspect_model(config: Any, length: int | None = None) -> Architecture:
@@ -54,8 +69,9 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
         reason = f"transformers cannot build it: {brief(error)}"
         raise UnsupportedModel(f"{kind}: {reason}") from error
     check_module(module, kind)
+    carry(module, state_modules(module))
     text = config.get_text_config()
-    positions = _context(text)
+    positions = max(0, (_context(text) or length or 0) - first_position(module))
     if not 0 <= positions <= _MOST_POSITIONS:
         raise UnsupportedModel(f"{kind}: it cannot have a context of {positions} tokens")
     prefix, n_layers = find_layers(module, kind)
@@ -63,24 +79,18 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
     conversions = tuple(get_model_conversion_mapping(module))
     replace_linears(module)
     seen = _run(module, positions, kind)
-    check_attention(seen.calls, n_layers, positions, kind)
+    check_attention(seen.calls, n_layers, positions, kind, bool(seen.states))
     if not positions:
-        raise UnsupportedModel(f"{kind}: its configuration bounds no context length")
+        raise UnsupportedModel(f"{kind}: its configuration bounds no context; set max_model_len")
     if seen.logits[1] != 1:
         raise UnsupportedModel(f"{kind}: it computes logits at every position")
-    query, key = seen.calls[0].query, seen.calls[0].key
-    vocab, hidden = module.get_input_embeddings().weight.shape
+    vocab, hidden = _vocabulary(module)
     fixed_positions = _fixed_rotary_positions(text, positions)
     linears = _linears(module, segments, positions)
     served = min(fixed_positions, length or fixed_positions)
-    _check_agreement(module, segments, seen, prefix, served, kind)
-    sizes = LayerSizes(
-        heads=query[1],
-        kv_heads=key[1],
-        head_dim=query[3],
-        hidden=hidden,
-        intermediate=_intermediate(text, segments),
-    )
+    latent = _check_agreement(module, segments, seen, prefix, served, kind)
+    sizes = _sizes(seen, hidden, _intermediate(text, segments))
+    layer_kv, kv_windows = _kv(seen, sizes, served, latent)
     return Architecture(
         config=config,
         n_layers=n_layers,
@@ -94,7 +104,12 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
         vocab=vocab,
         positions=positions,
         fixed_rotary_positions=fixed_positions,
-        windows=_windows(seen),
+        windows=_windows(seen, n_layers),
+        attention_layers=_attention_layers(seen, n_layers),
+        layer_kv=layer_kv,
+        kv_windows=kv_windows,
+        states=seen.states,
+        alibi=has_alibi(module),
         softcap=seen.calls[0].softcap,
         segments=segments,
         prefix=prefix,
@@ -139,6 +154,7 @@ def _linears(
     """Return `Architecture.linears`, found by running the module once more without these
     weights."""
     alone = {w.names[0] for _, wanted in segments for w in wanted if len(w.names) == 1}
+    alone -= {f"{path}.{UP}.weight" for path in latent_paths(module)}
     found: dict[str, nn.Module] = {}
     for path, linear in module.named_modules():
         if is_plain_linear(linear) and f"{path}.weight" in alone:
@@ -154,6 +170,14 @@ def _linears(
     return frozenset(found)
 
 
+def _vocabulary(module: Any) -> tuple[int, int]:
+    """Return how many tokens are known and may be chosen, and the size of their embeddings."""
+    rows, hidden = module.get_input_embeddings().weight.shape
+    head = module.get_output_embeddings()
+    # Tokens beyond the head stand for images.
+    return (rows if head is None else min(rows, len(head.weight))), hidden
+
+
 def _check_agreement(
     module: Any,
     segments: Sequence[tuple[str, Sequence[ModelTensor]]],
@@ -161,8 +185,9 @@ def _check_agreement(
     prefix: str,
     positions: int,
     kind: str,
-) -> None:
-    """Refuse a module whose logits are different in our batches.
+) -> bool:
+    """Refuse a module whose logits are different in our batches; return whether they are the same
+    by its latents alone.
 
     Shortens `module` to the layers that are run: one of each kind that occurs.
     """
@@ -170,13 +195,14 @@ def _check_agreement(
     layers: Any = module.get_submodule(path)
     text = module.config.get_text_config()
     lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == len(layers)]
+    masks = {call.layer: call.mask for call in seen.calls}
     kinds = [
         (
-            call.mask,
+            masks.get(i),
             tuple((w.names[0].removeprefix(f"{prefix}{i}."), w.shape) for w in wanted),
             repr([values[i] for values in lists]),
         )
-        for i, (call, (_, wanted)) in enumerate(zip(seen.calls, segments[1:], strict=False))
+        for i, (_, wanted) in enumerate(segments[1 : 1 + len(layers)])
     ]
     parent, _, leaf = path.rpartition(".")
     shortened = nn.ModuleList(list(layers)[: layers_to_run(kinds)])
@@ -184,6 +210,12 @@ def _check_agreement(
     vocab = len(module.get_input_embeddings().weight)
     if module.device.type == "meta":
         _without_weights(module, kind)
+    if latent_paths(module):
+        try:
+            if disagreement(module, positions, vocab, latent=True) is None:
+                return True
+        except Exception:
+            log.debug("%s: keys and values are kept in place of latents", kind, exc_info=True)
     try:
         found = disagreement(module, positions, vocab)
     except Exception as error:
@@ -191,10 +223,48 @@ def _check_agreement(
         raise UnsupportedModel(f"{kind}: {reason}") from error
     if found is not None:
         raise UnsupportedModel(f"{kind}: {found}")
+    return False
 
 
-def _windows(seen: ProbeResult) -> tuple[int | None, ...]:
-    return tuple(c.mask.window if c.mask is not None else None for c in seen.calls)
+def _kv(
+    seen: ProbeResult, sizes: LayerSizes, served: int, latent: bool
+) -> tuple[tuple[LayerKv, ...], tuple[int | None, ...]]:
+    """Return `Architecture.layer_kv` and `kv_windows`."""
+    found: list[LayerKv] = []
+    windows: dict[int, int | None] = {}
+    for c in seen.calls:
+        assert c.layer is not None  # else `check_attention` has refused it
+        kv = LayerKv(c.layer, c.key[1], max(c.key[3], c.value[3]), source=c.source)
+        if latent and c.latent is not None:
+            kv = LayerKv(c.layer, 1, c.latent, latent=True, source=c.source)
+        found.append(kv)
+        window = None if c.mask is None else c.mask.window
+        windows[c.layer] = None if window is None or window >= served else window
+    if not seen.states and (groups := grouped(found, windows)) is not None:
+        return groups
+    whole = {LayerKv(kv.layer, sizes.kv_heads, sizes.head_dim) for kv in found}
+    return (() if whole == {*found} else tuple(found)), ()
+
+
+def _sizes(seen: ProbeResult, hidden: int, intermediate: int) -> LayerSizes:
+    kv_heads, head_dim = kv_sizes(seen.calls)
+    return LayerSizes(
+        heads=seen.calls[0].query[1],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        intermediate=intermediate,
+    )
+
+
+def _windows(seen: ProbeResult, n_layers: int) -> tuple[int | None, ...]:
+    found = {c.layer: c.mask.window for c in seen.calls if c.mask is not None}
+    return tuple(found.get(i) for i in range(n_layers))
+
+
+def _attention_layers(seen: ProbeResult, n_layers: int) -> tuple[int, ...]:
+    found = tuple(c.layer for c in seen.calls if c.layer is not None)
+    return () if len(found) == n_layers else found
 
 
 def _recipe(
@@ -206,13 +276,16 @@ def _recipe(
     positions: int,
 ) -> DecoderRecipe | None:
     """Find the recipe that a weightless, shortened module follows within `positions`, if any."""
-    if any(call.sinks is not None for call in seen.calls):
+    shape = (1, sizes.kv_heads, seen.calls[0].key[2], sizes.head_dim)
+    if seen.states or any(c.sinks is not None or c.source is not None for c in seen.calls):
+        return None
+    if any((c.key, c.value) != (shape, shape) for c in seen.calls):
         return None
     layers = [
         {w.names[0].removeprefix(f"{prefix}{i}."): w.shape for w in wanted}
         for i, (_, wanted) in enumerate(segments[1 : 1 + len(seen.calls)])
     ]
-    path, windows = prefix.removesuffix("."), _windows(seen)
+    path, windows = prefix.removesuffix("."), _windows(seen, len(seen.calls))
     scales = [call.scale for call in seen.calls]
     try:
         for recipe in candidates(module, layers, path, scales, seen.calls[0].softcap, sizes):
@@ -231,7 +304,8 @@ def _context(text: Any) -> int:
     the factor, whether or not `max_position_embeddings` says so. If they are scaled in some layers
     alone, that counts as it is.
     """
-    positions = int(getattr(text, "max_position_embeddings", None) or 0)
+    said = (getattr(text, name, None) for name in _CONTEXT)
+    positions = int(next((n for n in said if n), 0))
     ropes = [p for p in _ropes(text) if "rope_type" in p]
     reached = []
     for rope in ropes:

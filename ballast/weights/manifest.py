@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel, brief
+from ballast.core.model import LayerKv, StateTensor
 from ballast.core.sampling_defaults import SamplingDefaults
 from ballast.core.settings import ModelSettings
 from ballast.isolation.limits import Limits
@@ -35,7 +36,7 @@ from ballast.weights.config import (
 )
 from ballast.weights.decoder_recipe import LLAMA, DecoderRecipe, RotarySet
 from ballast.weights.generation_config import sampling_defaults
-from ballast.weights.pooling import is_base_model, pools_last_token
+from ballast.weights.pooling import is_base_model, pooling_of
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
 from ballast.weights.stored import find_tensors, form_of, plain_dtype
@@ -71,12 +72,18 @@ class Manifest:
     expert_intermediate: int
     vocab: int
     windows: tuple[int | None, ...]
+    attention_layers: tuple[int, ...]
+    layer_kv: tuple[LayerKv, ...]
+    kv_windows: tuple[int | None, ...]
+    states: tuple[StateTensor, ...]
+    alibi: bool
     dtype: str
     max_model_len: int
     eos: tuple[int, ...]
     sampling: SamplingDefaults
     embeds: bool
     generates: bool
+    pooling: str
     plan: dict[str, Recipe]
     """How to read each tensor of the architecture, by its first name."""
     segments: tuple[Segment, ...]
@@ -113,36 +120,30 @@ def read_manifest(reading: ManifestRequest) -> Manifest:
 
 
 def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
-    # Here: their imports take seconds, and a process that only calls this in another needs none.
-    from ballast.weights.inspection import inspect_model
-    from ballast.weights.meta_module import linear_modules, rotary_sets
+    from ballast.weights.encoder import encoder_pooling  # its imports take seconds
 
     values = read_config(directory)
     config = config_of(values)
     stored = find_tensors(directory)
     check_layers(config, directory, len(stored))
-    architecture = inspect_model(config, settings.max_model_len)
+    pooling = encoder_pooling(directory, config, values)
+    architecture = _inspected(settings, config, settings.max_model_len, pooling)
     length = _max_model_len(settings, architecture)
     found = recipes(architecture, stored, directory)
-    embeds = pools_last_token(directory)
+    embeds = bool(pooling) or pooling_of(directory) == "last"
     headless = _is_headless(architecture, found)
     if headless and (embeds or is_base_model(directory, values)):
-        # The embedding in place of a head, which no request for an embedding computes.
-        embeds, values = True, tied(values)
-        config = config_of(values)
-        architecture = inspect_model(config, length)
-    untied = architecture.tied and _heads_differ(architecture, found)
-    if untied:
-        architecture = inspect_model(config_of(values, untied=True), length)
+        embeds, values = True, tied(values)  # no request for an embedding computes the head
+        architecture = _inspected(settings, config := config_of(values), length)
+    if untied := not pooling and architecture.tied and _heads_differ(architecture, found):
+        architecture = _inspected(settings, config_of(values, untied=True), length)
     plan = _match(architecture, found, directory)
     dtype = _choose_dtype(settings, plan)
-    eos = end_tokens(directory, config, architecture.vocab)
     if shard == WHOLE:
         segments, fused = _layout(settings, architecture, dtype, plan)
     else:
         architecture, segments = _shard(settings, architecture, dtype, shard)
         plan, fused = narrowed(plan, architecture, shard), True
-    recipe = architecture.recipe if fused else None
     return Manifest(
         config=json.dumps(values),
         untied=untied,
@@ -156,21 +157,52 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
         expert_intermediate=architecture.expert_intermediate,
         vocab=architecture.vocab,
         windows=architecture.windows,
+        attention_layers=architecture.attention_layers,
+        layer_kv=architecture.layer_kv,
+        kv_windows=architecture.kv_windows,
+        states=architecture.states,
+        alibi=architecture.alibi,
         dtype=dtype,
         max_model_len=length,
-        eos=eos,
+        eos=end_tokens(directory, config, architecture.vocab),
         sampling=sampling_defaults(directory),
         embeds=embeds,
-        generates=not (headless and embeds),
+        generates=not (pooling or (headless and embeds)),
+        pooling=pooling,
         plan=plan,
         segments=segments,
         fused=fused,
-        recipe=recipe,
-        fingerprint=_fingerprint(architecture.config, segments),
-        modules=linear_modules(config) if settings.adapters else {},
-        rotary=rotary_sets(architecture.config, recipe or LLAMA) if fused else {},
+        recipe=architecture.recipe if fused else None,
+        fingerprint=_fingerprint(architecture, segments),
+        modules=_adaptable(config) if settings.adapters else {},
+        rotary=_rotary(architecture) if fused else {},
         norm_epsilon=config.get_text_config().rms_norm_eps if fused else None,
     )
+
+
+def _inspected(
+    settings: ModelSettings, config: Any, length: int | None, pooling: str = ""
+) -> Architecture:
+    from ballast.weights.encoder import inspect_encoder
+    from ballast.weights.inspection import inspect_model
+
+    if not pooling:
+        return inspect_model(config, length)
+    if settings.adapters:
+        raise UnsupportedModel(f"{config.model_type}: adapters of encoders are not served")
+    return inspect_encoder(config, pooling)
+
+
+def _adaptable(config: Any) -> dict[str, tuple[int, int]]:
+    from ballast.weights.meta_module import linear_modules
+
+    return linear_modules(config)
+
+
+def _rotary(architecture: Architecture) -> dict[str, RotarySet]:
+    from ballast.weights.meta_module import rotary_sets
+
+    return rotary_sets(architecture.config, architecture.recipe or LLAMA)
 
 
 def _layout(
@@ -327,9 +359,9 @@ def _max_model_len(settings: ModelSettings, architecture: Architecture) -> int:
     return length
 
 
-def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
-    """Hex SHA-256 over the configuration, dtype, names and shapes."""
-    values = config.to_dict()
+def _fingerprint(architecture: Architecture, segments: Sequence[Segment]) -> str:
+    """Hex SHA-256 over the configuration, dtype, names, shapes, and what layers keep."""
+    values, kept = architecture.config.to_dict(), architecture.layer_kv
     for incidental in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         values.pop(incidental, None)
 
@@ -337,7 +369,7 @@ def _fingerprint(config: Any, segments: Sequence[Segment]) -> str:
         return [t.names, t.shape, t.dtype, t.layout, *([t.form] if t.form else [])]
 
     layout = [[s.name, [tensor(t) for t in s.tensors]] for s in segments]
-    text = json.dumps([values, layout], sort_keys=True, default=str)
+    text = json.dumps([values, layout, *([kept] if kept else [])], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -3,26 +3,66 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
+from ballast.core.model import SCORE
 from ballast.weights.decoder_recipe import DecoderRecipe, RotarySet
 from ballast.weights.default_dtype import DefaultDtype
 from ballast.weights.recipe_search import find_rotary, frequencies, scaling
+from ballast.weights.spelt_attention import prepare
 
 _REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Settings for outputs of a forward besides logits, for training; switched off, since computing
 them may fail in our batches."""
 
+_left_out: ContextVar[bool] = ContextVar("ballast_left_out", default=False)
+_from_config = AutoModel.from_config
 
-def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Within it, and in this thread, parts for images and sounds whose library is not installed
+    (Gemma 3n's timm) are built as identities: text does not go through them."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def _from_config_or_identity(config: Any, **more: Any) -> Any:
+    try:
+        return _from_config(config, **more)
+    except ImportError:
+        if not _left_out.get() or type(config) in AutoModelForCausalLM._model_mapping:
+            raise
+        return nn.Identity()
+
+
+setattr(AutoModel, "from_config", staticmethod(_from_config_or_identity))  # noqa: B010
+
+
+def build_module(config: Any, dtype: torch.dtype = torch.float32, pooling: str = "") -> nn.Module:
     """Build the module of `config` for evaluation on the meta device, without memory or weights.
+    `pooling`: as of `ModelSpec`, of an encoder.
 
-    A multimodal model is built without the parts that text does not go through. Experts are
+    A multimodal model is built without the parts that text does not go through, for which libraries
+    may be missing. Experts are
     computed by `transformers`' grouped matrix multiplication, the default. The module has its own
     copy of the configuration, which states its attention and experts.
     """
@@ -32,9 +72,11 @@ def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
             if getattr(part, report, False):
                 setattr(part, report, False)
     auto = AutoModelForCausalLM
-    if type(own) not in auto._model_mapping and is_wrapper(own):
+    if pooling:
+        auto = AutoModelForSequenceClassification if pooling == SCORE else AutoModel
+    elif type(own) not in auto._model_mapping and is_wrapper(own):
         auto = AutoModelForImageTextToText
-    with DefaultDtype(dtype), torch.device("meta"):
+    with DefaultDtype(dtype), torch.device("meta"), left_out():
         # Stated here, so that an attention that the configuration names is not downloaded; a dtype
         # would become the default of all threads.
         module = auto.from_config(own, dtype=None, attn_implementation="eager").eval()
@@ -43,6 +85,12 @@ def build_module(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
             part.config.dtype = dtype
     if is_wrapper(own):
         _keep_text(module)
+    else:
+        _drop_senses(module)
+    if pooling and pooling != SCORE and getattr(module, "pooler", None) is not None:
+        module.pooler = None  # of next sentences; embeddings have no use for it
+    if not pooling:
+        prepare(module)
     return module  # type: ignore[no-any-return]
 
 
@@ -63,8 +111,21 @@ def _keep_text(module: Any) -> None:
         if id(part) in kept:
             continue
         for name, child in part.named_children():
-            if not any(child is other for other in above):
+            tokens = hasattr(child, "vocab_offset")  # Gemma 3n embeds some by a part for images
+            if not tokens and not any(child is other for other in above):
                 setattr(part, name, nn.Identity())
+
+
+def _drop_senses(module: Any) -> None:
+    """Replace by identities the parts of a decoder that embed images and sounds, around models of
+    configurations of their own."""
+    parts = dict(module.named_modules())
+    for path, part in parts.items():
+        around = path.rpartition(".")[0]
+        owner, _, name = around.rpartition(".")
+        other = isinstance(part, PreTrainedModel) and type(part.config) is not type(module.config)
+        if other and name and not isinstance(parts[around], PreTrainedModel):
+            setattr(parts[owner], name, nn.Identity())
 
 
 def linear_modules(config: Any) -> dict[str, tuple[int, int]]:

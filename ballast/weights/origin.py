@@ -62,7 +62,7 @@ def _meaning(source: Stored) -> tuple[object, ...]:
     """What decides, beside the bytes of its files, which elements a tensor has."""
     packing = source.packing
     if packing is None:
-        return (source.heads,)
+        return source.heads, source.transposed
     return (*(getattr(packing, f) for f in ("format", "form", "bits", "scale_rows", "numbers")),)
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.core.errors import CheckpointError
-from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import MiB, format_bytes
 from ballast.weights.stored import served_tensors
 
@@ -41,8 +41,7 @@ def with_page_sizes(fleet: FleetSettings) -> FleetSettings:
 
     The models of a device are those whose settings name it, or no device. CPU devices get the same
     size, that of one that states its own, as pages are lent and KV moves between equal ones only;
-    so do GPUs. Nothing changes if KV lies layer by layer, which grows by pages of all layers at
-    once, or if a checkpoint cannot be read: loading it then reports the fault.
+    so do GPUs. Nothing changes if a checkpoint cannot be read: loading it then reports the fault.
     """
     for on_gpu, pages in ((False, (LARGE_PAGE,)), (True, GPU_PAGES)):
         fleet = _sized(fleet, on_gpu, pages)
@@ -54,7 +53,7 @@ def _sized(fleet: FleetSettings, on_gpu: bool, pages: tuple[int, ...]) -> FleetS
     devices = [d for d, _ in fleet.devices.values() if (d.gpu is not None) is on_gpu]
     unsized = [device for device in devices if not device.page_given]
     stated = {device.page_bytes for device in devices if device.page_given}
-    if not unsized or any(d.kv_layout is KvLayout.PER_LAYER for d in unsized):
+    if not unsized:
         return fleet
     sizes = {m.name: _segment_bytes(m, packed=not on_gpu) for m in fleet.models}
     for page in pages:

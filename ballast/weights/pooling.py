@@ -11,29 +11,37 @@ from ballast.core.errors import CheckpointError
 
 MODULES = "modules.json"
 _STEPS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+_MODES = {
+    "lasttoken": "last",
+    "cls": "cls",
+    "mean": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+}
 
 
-def pools_last_token(directory: Path) -> bool:
-    """Whether a text's embedding is the hidden state of its last token, without further steps.
+def pooling_of(directory: Path) -> str | None:
+    """Return how a text's embedding is made of its tokens' hidden states: `last`, `cls`, `mean`, or
+    empty for another way; None: the checkpoint does not say.
 
-    Other ways of pooling are not supported: they need the hidden states of all tokens, or
-    bidirectional attention. Raises CheckpointError for files that cannot be read.
+    Raises CheckpointError for files that cannot be read.
     """
     path = directory / MODULES
     if not path.is_file():
-        return False
+        return None
     steps = _read(path)
     try:
         kinds = [str(step["type"]).rpartition(".")[2] for step in steps]
         if kinds not in _STEPS:
-            return False
+            return ""
         pooling = _read(directory / str(steps[1]["path"]) / "config.json")
         if "pooling_mode" in pooling:
-            return bool(pooling["pooling_mode"] == "lasttoken")
+            return _MODES.get(str(pooling["pooling_mode"]), "")
         chosen = [k for k, on in pooling.items() if k.startswith("pooling_mode_") and on]
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(str(path), None, "not what sentence-transformers writes") from error
-    return chosen == ["pooling_mode_lasttoken"]
+    return _MODES.get(chosen[0], "") if len(chosen) == 1 else ""
 
 
 def is_base_model(directory: Path, config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
+
+from ballast.core.model import StateTensor
+from ballast.weights.carried_state import StateShapes, carrying
+from ballast.weights.latent import latent_size
+from ballast.weights.row_call import RowCall
+from ballast.weights.spelt_attention import set_attention
 
 _NAME = "ballast_probe"
 _TOKENS = 3
@@ -50,6 +56,10 @@ class AttentionCall:
     """Shape of the sinks: one more score for each head."""
     more: tuple[str, ...]
     """Names of arguments beyond all of these."""
+    latent: int | None
+    """Elements of a token's latent, which stands for keys and values; None: there is none."""
+    source: int | None
+    """Layer that passed the same keys and values before; None: they are the layer's own."""
 
 
 @dataclass(slots=True)
@@ -65,6 +75,10 @@ class ProbeResult:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
+    keys: list[tuple[Tensor, Tensor, int | None]] = field(default_factory=list)
+    """Keys, values and layer of each call; no longer when the module has run."""
+    states: tuple[StateTensor, ...] = ()
+    """What modules prepared by `carry` carry from token to token."""
 
 
 _trace: ContextVar[ProbeResult] = ContextVar(_NAME)
@@ -75,22 +89,24 @@ def probe(module: nn.Module, positions: int) -> ProbeResult:
 
     Raises whatever the module raises if it cannot be run so.
     """
-    module.set_attn_implementation(_NAME)  # type: ignore[operator]
+    set_attention(module, _NAME)
     module.set_experts_implementation(_NAME)  # type: ignore[operator]
     trace = ProbeResult(positions)
     token = _trace.set(trace)
     device = next(module.parameters()).device
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
+    shapes = StateShapes()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), carrying(shapes):
             # With a padding mask, `transformers` does not look for packed sequences in positions.
             padding = torch.ones(ids.shape, device=ids.device)
-            output = module(
-                input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=ids[0, :1]
-            )
+            call, counted = RowCall(module), torch.arange(_TOKENS, device=device)
+            output = call(module, ids[0], counted, ids[0, :1], attention_mask=padding)
     finally:
         _trace.reset(token)
+        trace.keys.clear()
     trace.logits = tuple(output.logits.shape)
+    trace.states = shapes.tensors
     return trace
 
 
@@ -109,16 +125,22 @@ def _attend(
 ) -> tuple[Tensor, None]:
     trace = _trace.get()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    layer: int | None = getattr(module, "layer_idx", None)
+    mask = _known(trace, attention_mask)
+    if (spelt := more.pop("spelt", None)) is not None:
+        mask, more["a bias of its own"] = _together(trace, *spelt)
+    source = next((own for k, v, own in trace.keys if k is key and v is value), None)
+    trace.keys.append((key, value, layer))
     trace.calls.append(
         AttentionCall(
-            layer=getattr(module, "layer_idx", None),
+            layer=layer,
             query=tuple(query.shape),
             key=tuple(key.shape),
             value=tuple(value.shape),
             scale=scaling,
             softcap=softcap,
             window=sliding_window,
-            mask=next((mask for made, mask in trace.masks if made is attention_mask), None),
+            mask=mask,
             causal=bool(causal),
             sinks=None if s_aux is None else tuple(s_aux.shape),
             more=tuple(
@@ -128,9 +150,28 @@ def _attend(
                     if name not in _HARMLESS and value is not None and value is not False
                 )
             ),
+            latent=latent_size(module),
+            source=source,
         )
     )
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _known(trace: ProbeResult, given: Tensor | None) -> Mask | None:
+    return next((mask for made, mask in trace.masks if made is given), None)
+
+
+def _together(
+    trace: ProbeResult, operands: Sequence[Tensor], own: Sequence[int | None]
+) -> tuple[Mask | None, bool]:
+    """Return the mask among what a module that spells its attention out adds to its scores, within
+    the window of a mask of its `own`, and whether it adds something else."""
+    found = [mask for x in operands if (mask := _known(trace, x)) is not None]
+    others = [x for x in operands if _known(trace, x) is None]
+    mask = next(iter(found), Mask(True) if own else None)
+    for window in own:
+        mask = Mask(True, window) if window is not None and mask == Mask(True) else mask
+    return mask, len(found) > 1 or any(bool(x.any()) for x in others)
 
 
 def _mask(

@@ -49,13 +49,13 @@ class SealedSegment:
         """Allocate memory, call `fill` for every piece from several threads, and seal it;
         `writable`: against a change of size only."""
         n_bytes = whole_pages(segment)
-        _check_available(model, segment.name, n_bytes)
+        check_available(model, segment.name, n_bytes)
         try:
             fd = os.memfd_create(f"ballast-{model}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, n_bytes)
                 digest = _filled(fd, n_bytes, segment, fill, threads)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE if writable else SEALS)
+                seal(fd, writable)
             except BaseException:
                 os.close(fd)
                 raise
@@ -67,6 +67,39 @@ class SealedSegment:
         """Free the memory, unless another process has it too."""
         syscalls.munmap(self.address, self.n_bytes)
         os.close(self.fd)
+
+
+def seal(fd: int, writable: bool) -> None:
+    """Seal a memfd; `writable`: against a change of size only. Raises OSError."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE if writable else SEALS)
+
+
+def digest_of(fd: int, segment: Segment) -> str:
+    """Return the digest of a segment whose bytes are in `fd`, from these bytes alone. Raises
+    ValueError for a layout that does not fit them."""
+    size = os.fstat(fd).st_size
+    if any(t.offset < 0 or t.n_bytes < 0 or t.offset + t.n_bytes > size for t in segment.tensors):
+        raise ValueError("a tensor beyond its segment")
+    total = _layout(segment)
+    shared, reads = std_mmap.MAP_SHARED, std_mmap.PROT_READ
+    with std_mmap.mmap(fd, size, shared, reads) as content, memoryview(content) as view:
+        for piece in _pieces(segment, 0):
+            total.update(hashlib.sha256(view[piece.address :][: piece.n_bytes]).digest())
+    return total.hexdigest()
+
+
+def _layout(segment: Segment) -> hashlib._Hash:
+    """Begin a digest with a segment's layout, without names."""
+    layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
+    return hashlib.sha256(repr((segment.n_bytes, layout)).encode())
+
+
+def _pieces(segment: Segment, base: int) -> list[Piece]:
+    return [
+        Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
+        for t in segment.tensors
+        for start in range(0, t.n_bytes, t.piece_bytes)
+    ]
 
 
 def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -> str:
@@ -83,16 +116,10 @@ def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -
         syscalls.fallocate(fd, 0, first, end - first)
         return fill(piece)
 
-    layout = [(t.shape, t.dtype, t.layout, t.offset, t.n_bytes) for t in segment.tensors]
-    total = hashlib.sha256(repr((segment.n_bytes, layout)).encode())
+    total = _layout(segment)
     pool = ThreadPoolExecutor(threads, "fill")
     try:
-        pieces = [
-            Piece(t, start, min(t.piece_bytes, t.n_bytes - start), base + t.offset + start)
-            for t in segment.tensors
-            for start in range(0, t.n_bytes, t.piece_bytes)
-        ]
-        for digest in pool.map(work, pieces):
+        for digest in pool.map(work, _pieces(segment, base)):
             total.update(digest)
         return total.hexdigest()
     finally:
@@ -101,7 +128,7 @@ def _filled(fd: int, n_bytes: int, segment: Segment, fill: Fill, threads: int) -
         syscalls.munmap(base, n_bytes)
 
 
-def _check_available(model: str, segment: str, n_bytes: int) -> None:
+def check_available(model: str, segment: str, n_bytes: int) -> None:
     """Refuse a segment for which memory does not suffice, as the kernel would kill a process
     instead."""
     try:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ballast import __version__
 from ballast.core.settings import ModelSettings
-from ballast.weights.host import LoraDelta
+from ballast.weights.host import HostTier, LoraDelta
 from ballast.weights.manifest import Manifest
 from ballast.weights.segment import Segment
-from ballast.weights.sharding import Shard
-from ballast.weights.source_files import identity
+from ballast.weights.sharding import WHOLE, Shard
+from ballast.weights.source_files import identity, listing
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ class SealedModel:
     fingerprint: str
     files: str
     """`source_files.identity` when it was loaded."""
+    listing: str
+    """`source_files.listing` then."""
     tokenizer: str
     """Digest of its tokenizer's files then."""
     manifest: Manifest
@@ -67,7 +69,7 @@ class SealedModel:
     def log_changes(self, settings: ModelSettings) -> None:
         """Log it if the model's files are not those that it was loaded from any more."""
         if not Path(settings.path).is_dir():
-            text = "%s: its files have gone from %s; it serves what was loaded before"
+            text = "%s: its files have gone from %s, or never were here; it serves what was loaded"
             log.error(text, settings.name, settings.path)
         elif identity(settings) != self.files:
             text = (
@@ -77,9 +79,17 @@ class SealedModel:
             log.error(text, settings.name, settings.path)
 
 
+def brought(settings: ModelSettings, tier: HostTier) -> bool:
+    """Whether a whole model is kept on this host, in whatever layout, or has been brought from
+    another one, so that its files are not needed."""
+    name = settings.name
+    return tier.knows(name) or tier.bring(name, kind_of(settings, WHOLE), listing(settings))
+
+
 def kind_of(settings: ModelSettings, shard: Shard) -> str:
     """Return a hex SHA-256 of what decides, beside its files, how a model is laid out."""
     adapters = [(a.name, str(Path(a.path))) for a in settings.adapters]
     code = (settings.model_impl, settings.linear, shard, __version__)
-    decides = (settings.path, settings.dtype, settings.max_model_len, adapters, code)
+    dtypes = (settings.dtype, settings.kv_dtype)
+    decides = (settings.path, dtypes, settings.max_model_len, adapters, code)
     return hashlib.sha256(repr(decides).encode()).hexdigest()

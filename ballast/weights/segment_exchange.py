@@ -35,6 +35,11 @@ class SegmentExchange(Protocol):
     def knows_model(self, model: str) -> bool:
         """Return whether a process of this host has loaded a model of this name, of any kind."""
 
+    def bring_model(self, model: str, kind: str, listing: str) -> bool:
+        """Have a model of this kind, which is not kept here, sent by another host that keeps it and
+        has loaded it from other files than those of `listing`, which are here (empty: there are
+        none). Returns whether it is kept here now."""
+
     def find_model(self, model: str, kind: str) -> int | None:
         """Find the record of a model of this kind that a process of this host has loaded.
 

@@ -12,7 +12,6 @@ As in Megatron-LM (Shoeybi et al. 2019, section 3): two sums over the ranks per 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from ballast.core.errors import ConfigError
 from ballast.core.units import ceil_div
 from ballast.kernels.linear_code import PANEL
 from ballast.weights.architecture import Architecture, ModelTensor
-from ballast.weights.assemble import Recipe, Run
+from ballast.weights.assemble import Recipe, narrow
 
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUTS = ("o_proj", "down_proj")
@@ -90,7 +89,7 @@ def narrowed(
             for dim, (n, part) in enumerate(zip(whole.shape, w.shape, strict=True)):
                 if n != part:
                     first = shard.tokens(n).start if w.names[0] == _HEAD else shard.of(n).start
-                    whole = _narrow(whole, dim, first, part)
+                    whole = narrow(whole, dim, first, part)
             found[w.names[0]] = whole
     return found
 
@@ -112,14 +111,3 @@ def _part(w: ModelTensor, vocab: int, shard: Shard) -> ModelTensor:
     if module in _BY_INPUTS and kind == "weight":
         return replace(w, shape=(shape[0], len(shard.of(shape[1]))))
     return w
-
-
-def _narrow(recipe: Recipe, dim: int, first: int, n: int) -> Recipe:
-    """Return the recipe of `n` elements of dimension `dim`, from `first` on."""
-    inner = math.prod(recipe.shape[dim + 1 :])
-    rows = math.prod(recipe.shape[:dim])
-    runs: list[Run] = []
-    for row in range(rows):
-        runs += recipe.cut((row * recipe.shape[dim] + first) * inner, n * inner)
-    shape = (*recipe.shape[:dim], n, *recipe.shape[dim + 1 :])
-    return Recipe(shape, tuple(runs))

@@ -12,23 +12,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ballast.core.settings import ModelSettings
-from ballast.weights.adapter import CONFIG as ADAPTER_CONFIG
-from ballast.weights.adapter import TENSORS as ADAPTER_TENSORS
 from ballast.weights.config import CONFIG, GENERATION
 from ballast.weights.stored import INDEX
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 _READ = (CONFIG, GENERATION, INDEX, "modules.json")
 """Files, beside those of tensors, that decide what a model computes."""
+_TENSORS = (".safetensors", ".gguf")
 
 
 def identity(settings: ModelSettings) -> str:
     """Return a hex SHA-256 over the identities of a model's and its adapters' files, those that are
     there: what is missing, reading them tells."""
-    paths = list(_files(Path(settings.path)))
-    for adapter in settings.adapters:
-        paths += [Path(adapter.path, name) for name in (ADAPTER_CONFIG, ADAPTER_TENSORS)]
+    paths = [*_files(Path(settings.path)), *_adapters_files(settings)]
     found = [_of(path) for path in paths]
     return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def listing(settings: ModelSettings) -> str:
+    """Return a hex SHA-256 over names, sizes and times of a model's and its adapters' files, equal
+    on all hosts that see the same files or copies of them; empty: a file is missing."""
+    paths = [*_files(Path(settings.path)), *_adapters_files(settings)]
+    try:
+        found = [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in paths]
+    except OSError:
+        return ""
+    known = any(name.endswith(_TENSORS) for name, _, _ in found)
+    return hashlib.sha256(repr(found).encode()).hexdigest() if known else ""
+
+
+def _adapters_files(settings: ModelSettings) -> list[Path]:
+    names = (ADAPTER_CONFIG, ADAPTER_TENSORS)
+    return [Path(adapter.path, name) for adapter in settings.adapters for name in names]
 
 
 def _of(path: Path) -> tuple[object, ...]:
@@ -46,5 +62,5 @@ def _files(directory: Path) -> Iterator[Path]:
     except OSError:
         return
     for name in names:
-        if name in _READ or name.endswith((".safetensors", ".gguf")):
+        if name in _READ or name.endswith(_TENSORS):
             yield directory / name

@@ -62,6 +62,8 @@ class Stored:
     n_bytes: int
     heads: int = 0
     """If above 0: the rows of each of so many heads are stored in the order of GGUF files."""
+    transposed: bool = False
+    """Whether its matrices, of the last two dimensions, are stored the other way round."""
     packing: Packing | None = None
     """How the matrix is made of other tensors; `path`, `start` and `n_bytes` are its codes'."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ballast.core.errors import UnsupportedModel
+from ballast.weights.carried_state import state_modules
 from ballast.weights.config import text_config
 from ballast.weights.meta_module import is_wrapper
 from ballast.weights.probe import AttentionCall
+from ballast.weights.row_call import lacking
 
 
 def check_config(config: Any, kind: str) -> None:
@@ -35,28 +36,27 @@ def check_config(config: Any, kind: str) -> None:
 
 
 def check_module(module: nn.Module, kind: str) -> None:
-    """Refuse convolutions, and code that accepts neither positions nor the tokens to compute logits
-    at."""
-    if any(isinstance(part, nn.Conv1d) for part in module.modules()):
-        raise UnsupportedModel(
-            f"{kind}: it has convolutions, over sounds or over tokens: the latter keep more of the "
-            "past than keys and values"
-        )
-    parameters = inspect.signature(module.forward).parameters
-    for needed, what in (
-        ("position_ids", "the positions of tokens"),
-        ("logits_to_keep", "at which tokens logits are wanted"),
-    ):
-        if needed not in parameters:
-            raise UnsupportedModel(f"{kind}: transformers' code for it cannot be given {what}")
+    """Refuse convolutions outside of modules that carry a state, and code that accepts neither
+    positions nor the tokens to compute logits at."""
+    carried = state_modules(module)
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Conv1d) and path.rpartition(".")[0] not in carried:
+            raise UnsupportedModel(
+                f"{kind}: it has convolutions, over sounds or over tokens, whose state "
+                "transformers' cache does not hold"
+            )
+    if (what := lacking(module)) is not None:
+        raise UnsupportedModel(f"{kind}: transformers' code for it cannot be given {what}")
 
 
 def check_attention(
-    calls: Sequence[AttentionCall], n_layers: int, positions: int, kind: str
+    calls: Sequence[AttentionCall], n_layers: int, positions: int, kind: str, carries: bool
 ) -> None:
     """Refuse a model whose layers attend differently, bypass our attention, or require more of
-    it."""
-    if [c.layer for c in calls] != list(range(n_layers)):
+    it. `carries`: some layers carry a state, and need not attend."""
+    attending = [c.layer for c in calls]
+    least = 1 if carries else n_layers
+    if len(calls) < least or attending != [i for i in range(n_layers) if i in attending]:
         raise UnsupportedModel(
             f"{kind}: its attention cannot be replaced: its {n_layers} layers call transformers' "
             f"interface for that {len(calls)} times"
@@ -78,17 +78,22 @@ def check_attention(
                 f"{kind}: layer {c.layer} passes on a window of {window} tokens, its mask has one "
                 f"of {c.mask.window}"
             )
-        if (c.query, c.key, c.value, c.softcap) != (
-            first.query,
-            first.key,
-            first.value,
-            first.softcap,
-        ):
-            raise UnsupportedModel(f"{kind}: its layers differ in the shapes of their attention")
-    sizes = {"queries": first.query[3], "keys": first.key[3], "values": first.value[3]}
-    if len(set(sizes.values())) > 1 or first.key != first.value:
-        found = ", ".join(f"{what} {size}" for what, size in sizes.items())
-        raise UnsupportedModel(f"{kind}: heads of its attention differ in size ({found})")
+        if (c.query[1], c.softcap) != (first.query[1], first.softcap):
+            raise UnsupportedModel(f"{kind}: its layers differ in the heads of their attention")
+        if c.key[1] != c.value[1] or c.query[3] != c.key[3]:
+            raise UnsupportedModel(
+                f"{kind}: its queries, keys and values are of {c.query}, {c.key}, {c.value}"
+            )
+        if c.query[1] % c.key[1]:
+            raise UnsupportedModel(f"{kind}: {c.key[1]} heads of keys for {c.query[1]} of queries")
+
+
+def kv_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:
+    """Return the (heads, head size) of KV in which all layers' keys and values fit."""
+    return (
+        max(c.key[1] for c in calls),
+        max(size for c in calls for size in (c.key[3], c.value[3])),
+    )
 
 
 def _quantization_method(quantization: Any) -> str:

@@ -228,9 +228,7 @@ class GroupMachine:
     ) -> LaneRunner:
         return self._own.runner(executors, post, clock, device, cap, record)
 
-    def make_stream(
-        self, clock: Clock, post: Callable[[Event], None], dirty: bool
-    ) -> MakeStream | None:
+    def make_stream(self, clock: Clock, post: Callable[[Event], None]) -> MakeStream | None:
         """Return what makes streams whose ranks load their parts over their own links; None for a
         group of GPUs, whose layers do not rotate yet. KV of groups does not stream."""
         if self.device.gpu is not None:

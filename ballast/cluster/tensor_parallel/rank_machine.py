@@ -18,7 +18,7 @@ from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
-from ballast.core.settings import DeviceSettings, KvLayout, ModelSettings
+from ballast.core.settings import DeviceSettings, ModelSettings
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
 from ballast.live.host_stream import HostStream
@@ -122,9 +122,6 @@ def settings_of_rank(whole: DeviceSettings, rank: int = 0) -> DeviceSettings:
     if whole.lanes > 1:
         allowed = "one lane: ranks meet in the order of jobs, of which there is one at a time"
         raise ConfigError(f"lanes of {whole.name}", whole.lanes, allowed)
-    if whole.kv_layout is not KvLayout.BLOCK_MAJOR:
-        allowed = f"a device with `tensor_parallel` has it {KvLayout.BLOCK_MAJOR} so far"
-        raise ConfigError(f"kv_layout of {whole.name}", whole.kv_layout, allowed)
     budget = whole.budget_bytes // ranks
     if budget < whole.page_bytes:
         raise ConfigError(f"the budget of {whole.name}", whole.budget_bytes, "a page each")

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "ballast.cluster.tensor_parallel.rank_process")
 _CONNECTIONS = ("memory", "models", "jobs", "events")
-_END_SECONDS = 5.0
+_END_SECONDS = 30.0
 """Time for a rank to end once its connections are closed; then it is killed."""
 
 

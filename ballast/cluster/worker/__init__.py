@@ -21,7 +21,9 @@ In the worker:
 In the server:
 
 - `liveness_watch`: Detect that a worker's process hangs.
-- `local_worker`: A worker process on this host: start it, watch it, end it.
+- `local_process`: A worker's process on this host: start it, end it.
+- `local_worker`: A worker on the server's host.
 - `spare_worker`: A worker process prepared to take the place of one that dies.
+- `supervised_worker`: Exchange messages with a worker's process and watch it, wherever it runs.
 - `worker_link`: The protocol of a worker as its controller uses it.
 """

@@ -1,6 +1,6 @@
 """Record in shared memory which requests are in a worker's job in flight, for the server to read.
 
-Written by the worker before each job; read by `LocalWorker` after a crash, so that the server can
+Written by the worker before each job; read by `LocalProcess` after a crash, so that the server can
 find the request that kills workers (`suspicion`).
 """
 

@@ -1,7 +1,7 @@
 """Detect in the server that a worker's process hangs, and have it killed.
 
-Used by `LocalWorker`, which passes it every message and heartbeat of its process. A worker that
-cannot send may be busy: code that keeps the interpreter lock (an import, a compilation), or a
+Used by `SupervisedWorker`, which passes it every message and heartbeat of its process. A worker
+that cannot send may be busy: code that keeps the interpreter lock (an import, a compilation), or a
 machine with more work than cores. So processor time that grows, which the kernel counts, is a sign
 of life as well.
 """

@@ -1,12 +1,13 @@
 """Run a worker's process: `python -m ballast.cluster.worker.process --dir DIR --parent PID ...`.
 
-Started by `LocalWorker`. Heavy imports (PyTorch, models) happen when the device is built or in a
+Started by `LocalProcess`. Heavy imports (PyTorch, models) happen when the device is built or in a
 spare's warm-up. Only the server ends the process: signals of the terminal are ignored.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ from ballast.cluster.worker.worker import Worker
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.isolation.confinement import confine_worker
 from ballast.isolation.orphan import die_with
+from ballast.transport.curve import CurveClient, read_keys
 from ballast.transport.page_descriptors import fetch_pages
 from ballast.transport.sockets import WorkerSocket
 
@@ -46,13 +48,15 @@ def live_device(
     progress: Progress,
     segments: SegmentClient | None,
     kv_fd: int | None = None,
+    imported: Callable[[], object] = lambda: None,
 ) -> WorkerDevice:
     """Build a device that runs models; a `MakeDevice`. `kv_fd`: descriptor of the connection to the
-    host's KV store.
+    host's KV store; `imported`: returns once `import_ahead` has.
 
     Its imports are local, so that the process starts and answers before they are loaded.
     """
     ranks = start_ranks(fleet)  # first: they start while the rest is imported
+    imported()
     from ballast.weights.findings import Findings, RememberingIsolation
     from ballast.weights.manifest import fork_zygote
 
@@ -93,6 +97,20 @@ def live_device(
     return device
 
 
+def import_ahead() -> None:
+    """Import what `live_device` needs, while the process waits to be configured. Nothing of it
+    becomes garbage: collections would take a tenth of the time."""
+    gc.disable()
+    try:
+        import ballast.cluster.machine_choice
+        import ballast.live.device
+        import ballast.models.tokenizer_trial
+        import ballast.weights.findings
+        import ballast.weights.manifest  # noqa: F401
+    finally:
+        gc.enable()
+
+
 def warm_up_live() -> None:
     """Do the slow parts of a start ahead of time, except loading models."""
     from ballast.live.warmup import warm_up
@@ -110,8 +128,10 @@ def main(
     A spare warms up before it connects to the server.
     """
     parser = argparse.ArgumentParser(prog="ballast.cluster.worker.process")
-    parser.add_argument("--dir", type=Path, required=True, help="holds the socket")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the server")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--dir", type=Path, help="holds the socket")
+    where.add_argument("--link", type=int, help="descriptor to read the keys of a connection from")
+    parser.add_argument("--parent", type=int, required=True, help="process id of its parent")
     parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
     parser.add_argument("--segments", type=int, help="descriptor of the socket of shared weights")
     parser.add_argument("--kv", type=int, help="descriptor of the socket of the KV store")
@@ -129,11 +149,14 @@ def main(
     if arguments.spare:
         _run_when_idle(warm_up)
         name_process(SPARE)
-    with WorkerSocket(arguments.dir) as socket:
+    place = arguments.dir if arguments.link is None else CurveClient(read_keys(arguments.link))
+    with WorkerSocket(place) as socket:
         flight = FlightRecorder(arguments.flight)
         segments = None if arguments.segments is None else SegmentClient(arguments.segments)
-        if arguments.kv is not None and make_device is live_device:
-            make_device = partial(live_device, kv_fd=arguments.kv)
+        if make_device is live_device:
+            ahead = threading.Thread(target=import_ahead, name="imports", daemon=True)
+            ahead.start()
+            make_device = partial(live_device, kv_fd=arguments.kv, imported=ahead.join)
         worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
         code = worker.run()
     logging.shutdown()

@@ -1,6 +1,6 @@
-"""Keep one warmed-up worker process in reserve, to replace a worker that dies.
+"""Keep one warmed-up worker process in reserve on a host, to replace a worker that dies.
 
-One spare for all devices of a server: the controller prepares it, `RemoteDevice` takes it. It has
+One spare for all devices of a host: the controller has it prepared, `RemoteDevice` takes it. It has
 no device until then.
 """
 
@@ -12,9 +12,47 @@ import logging
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from ballast.cluster.worker.worker_link import WorkerLink
 from ballast.core.errors import BallastError
 
 log = logging.getLogger(__name__)
+
+
+class LocalWorkers:
+    """Workers of this host, with one spare for all devices."""
+
+    def __init__(self, make_worker: Callable[[], WorkerLink]) -> None:
+        self._make_worker = make_worker
+        self._first: list[WorkerLink] = []
+        self._spare: SpareWorker[WorkerLink] = SpareWorker(make_worker)
+
+    def first(self, device: str) -> WorkerLink:
+        self._first.append(self._make_worker())
+        return self._first[-1]
+
+    async def begin(self) -> None:
+        """Start the processes of all devices' first workers, which import while the server does."""
+        for worker in self._first:
+            with contextlib.suppress(OSError):  # tried again when the device starts
+                await worker.begin()
+
+    def host_of(self, device: str) -> str:
+        return ""
+
+    def waits(self, device: str) -> bool:
+        return False
+
+    async def set_drained(self, host: str, drained: bool) -> list[str] | None:
+        return None
+
+    async def next(self, device: str) -> WorkerLink:
+        return await self._spare.take() or self._make_worker()
+
+    async def prepare(self) -> None:
+        await self._spare.prepare()
+
+    async def close(self) -> None:
+        await self._spare.close()
 
 
 class Preparable(Protocol):

@@ -73,7 +73,8 @@ class Worker:
         self._reporter = StatusReporter(socket.send, self._device, clock)
 
     def run(self) -> int:
-        """Serve until the device's loop has returned and all messages are sent.
+        """Serve until the device's loop has returned and all messages are sent, or the connection
+        to the server is lost: requests then go on elsewhere, and nobody hears of them here.
 
         Returns the exit code of the process.
         """
@@ -81,7 +82,7 @@ class Worker:
         socket.also_wake_on(self._outgoing.fd)
         socket.also_wake_on(self._peers.socket.fileno())
         socket.send(HelloMsg(os.getpid()))
-        while not device.abandoned:
+        while not device.abandoned and not socket.lost:
             # Read before the queue is emptied: messages of an ended thread are in the queue.
             ended = device.ended
             self._send_outgoing()
@@ -142,7 +143,7 @@ class Worker:
 
         with self._device.use() as device:
             if device is not None:
-                device.command(command.order, done)
+                device.command(command.order, done, command.by)
                 return
         done(CommandOutcome("unavailable", "the device is not serving"))
 

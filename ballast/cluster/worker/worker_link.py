@@ -1,6 +1,6 @@
-"""Define the protocol of a worker process that the controller uses.
+"""Define the protocols of a worker process, and of where workers come from, for the controller.
 
-Implemented by `LocalWorker`; used by `Controller` and `RemoteDevice`.
+Implemented by `SupervisedWorker`; used by `Controller` and `RemoteDevice`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 
 
 class WorkerLink(Protocol):
-    """A worker process; `ballast.cluster.worker.local_worker.LocalWorker` is one."""
+    """A worker process; `ballast.cluster.worker.supervised_worker.SupervisedWorker` is one."""
 
     @property
     def waits(self) -> bool: ...
 
     async def prepare(self) -> None: ...
+
+    async def begin(self) -> None: ...
 
     async def start(self, fleet: FleetSettings) -> ReadyMsg: ...
 
@@ -30,6 +32,34 @@ class WorkerLink(Protocol):
 
     def epitaph(self) -> str: ...
 
-    def in_flight(self) -> frozenset[str]: ...
+    def in_flight(self) -> frozenset[str] | None: ...
 
     async def close(self, patience: float = 0.0) -> None: ...
+
+
+class WorkerSource(Protocol):
+    """Where the workers of devices come from; `LocalWorkers` is one, `HostedWorkers` another."""
+
+    def first(self, device: str) -> WorkerLink:
+        """Return the first worker of a device, which has not been started."""
+
+    def host_of(self, device: str) -> str:
+        """Return the name of a device's host; empty: the server's, or none now."""
+
+    def waits(self, device: str) -> bool:
+        """Return whether a device waits for a host that has room, for as long as it takes."""
+
+    async def set_drained(self, host: str, drained: bool) -> list[str] | None:
+        """Have no device come to a host any more, or again; return the devices concerned: those
+        that it has, and those that it had when it was drained. None: there is no such host. Raises
+        Unavailable."""
+
+    async def next(self, device: str) -> WorkerLink:
+        """Return a worker to take the place of a device's worker that has ended: a spare, if one is
+        ready. Raises Unavailable and OSError."""
+
+    async def prepare(self) -> None:
+        """Prepare spares where there are none."""
+
+    async def close(self) -> None:
+        """End what no device has taken."""

@@ -29,6 +29,7 @@ from ballast.kernels.gpu.attention_plan import (
 from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.gpu.lora import GpuAdaptedRows
 from ballast.kernels.gpu.staging import Sizes, Staged, put
+from ballast.kernels.paged_attention import LayerPlaces
 
 Array = np.ndarray[Any, Any]
 
@@ -118,6 +119,10 @@ class GpuBatch:
         self.plan: AttentionPlan
         """Plan of the present job; unset before the first."""
         self.n_wanted = 0
+        self._layer_tables: Staged | None = None
+        """Block tables of each layer, (layers, blocks) int32; made for the first job with any."""
+        self._units: tuple[Tensor, Tensor] | None = None
+        """K and V by which the present job's layers have tables of their own; None: they do not."""
         self.out = self.scratch.tensor("out", (bucket.tokens, heads, kv.head_dim), kv.dtype)
         """Output of attention, reused by all layers, one after the other."""
         self._attention = attention(self)
@@ -137,6 +142,13 @@ class GpuBatch:
         """Rows of the job."""
         return len(self.plan.positions)
 
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return K and V, (places, block_tokens, kv_heads, head_dim), and the block tables by which
+        a layer's are found there, int32."""
+        if self._units is None or self._layer_tables is None:
+            return *self.kv.layer(layer), self.tables
+        return *self._units, self._layer_tables.tensors["tables"][layer]
+
     def fill(
         self,
         tokens: Sequence[int] | Array,
@@ -145,14 +157,16 @@ class GpuBatch:
         tables: Sequence[Sequence[int]],
         wanted: Sequence[int] | Array,
         adapters: Sequence[int] = (),
+        places: LayerPlaces | None = None,
     ) -> None:
         """Set the next job: `counts[i]` new tokens of sequence i, from position `starts[i]`.
 
         `tokens` (T,): those of all sequences in order; `tables[i]`: blocks of sequence i; `wanted`:
-        rows; `adapters[i]`: of sequence i, -1: none. Does not wait for the device, unless it is
-        `STAGES` jobs behind. Kernels that are launched on this stream from now on see this job.
-        Raises BrokenPromise where the job does not fit into the bucket, or a sequence not into its
-        blocks.
+        rows; `adapters[i]`: of sequence i, -1: none; `places`: of blocks with numbers below zero,
+        which only earlier positions have: no graph may be recorded of the job. Does not wait for
+        the device, unless it is `STAGES` jobs behind. Kernels that are launched on this stream from
+        now on see this job. Raises BrokenPromise where the job does not fit into the bucket, or a
+        sequence not into its blocks.
         """
         made = plan(self.shape, starts, counts, tables)
         self._check(made, len(wanted))
@@ -173,7 +187,27 @@ class GpuBatch:
             for adapted, of in zip(self.adapted, (of_rows, of_wanted), strict=True):
                 adapted.fill(host, of, self.bucket.adapted_rows)
         self._staged.send(made.tables.nbytes)
+        self._place(places, made.tables)
         self.plan, self.n_wanted = made, len(wanted)
+
+    def forget_places(self) -> None:
+        """Have all layers read the tables of whole blocks again: a graph will be recorded."""
+        self._units = None
+
+    def _place(self, places: LayerPlaces | None, tables: Array) -> None:
+        self._units = None
+        if places is None:
+            return
+        shape, item = (self.kv.layers, self.bucket.blocks), self.kv.dtype.itemsize
+        if self._layer_tables is None:
+            self._layer_tables = self.scratch.staged({"tables": (shape, torch.int32)})
+        found = places.tables(
+            tables, self.kv.cache.stride(0) * item, self.kv.cache.stride(1) * item, self.kv.layers
+        )
+        host = self._layer_tables.host()["tables"]
+        host[:, : found.shape[1]] = found
+        self._layer_tables.send(host.nbytes)
+        self._units = self.kv.units(places.unit // item)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """As `Attention.write`."""

@@ -39,7 +39,7 @@ class PlainAttention:
     def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
         window, softcap, sinks = params.window, params.softcap, params.sinks
         batch, kv = self._batch, self._batch.kv
-        keys, values = kv.layer(layer)
+        keys, values, table = batch.blocks(layer)
         plan, group = batch.plan, batch.shape.group
         bounds, ends = plan.bounds.tolist(), plan.lengths.tolist()
         tables = plan.table_bounds.tolist()
@@ -50,7 +50,7 @@ class PlainAttention:
             skipped = 0 if window is None else max(0, start - window + 1) // kv.block_tokens
             first = skipped * kv.block_tokens
             used = slice(tables[i] + skipped, tables[i] - (-end // kv.block_tokens))
-            kept = batch.tables[used].long()
+            kept = table[used].long()
             k = keys[kept].flatten(0, 1)[: end - first].float()
             v = values[kept].flatten(0, 1)[: end - first].float()
             seen = torch.arange(first, end, device=query.device)

@@ -75,7 +75,7 @@ class TritonAttention:
             DIM=kv.head_dim,
             WIDTH=_power(kv.kv_heads * kv.head_dim, 1),
             DTYPE=self._dtype,
-            ALIGNED=self._aligned(layer),
+            ALIGNED=_aligned(keys, values),
         )
 
     def attend(self, layer: int, query: Tensor, out: Tensor, params: AttentionParams) -> None:
@@ -121,7 +121,7 @@ class TritonAttention:
         batch, kv = self._batch, self._batch.kv
         if programs == 0:
             return
-        keys, values = kv.layer(layer)
+        keys, values, tables = batch.blocks(layer)
         code.attend_code[(programs, kv.kv_heads)](
             query,
             keys.data_ptr(),
@@ -130,7 +130,7 @@ class TritonAttention:
             self._partial,
             items,
             count,
-            batch.tables,
+            tables,
             0 if sinks is None else sinks.data_ptr(),
             *query.stride()[:2],
             keys.stride(0),
@@ -150,17 +150,19 @@ class TritonAttention:
             SINKS=sinks is not None,
             WIDEN=self._widen,
             DTYPE=self._dtype,
-            ALIGNED=self._aligned(layer),
+            ALIGNED=_aligned(keys, values),
             CUT=cut,
             # Contracted to multiply-adds, two kernels could round differently.
             enable_fp_fusion=not self._invariant,
             **sizes(rows, self._dim, kv.dtype),
         )
 
-    def _aligned(self, layer: int) -> int:
-        """Bytes of which a layer's first K and V are multiples, up to what is loaded at once."""
-        at = [x.data_ptr() for x in self._batch.kv.layer(layer)]
-        return LOADED if not any(a % LOADED for a in at) else self._batch.kv.dtype.itemsize
+
+def _aligned(keys: Tensor, values: Tensor) -> int:
+    """Bytes of which the places of K and V are multiples, up to what is loaded at once."""
+    item = keys.dtype.itemsize
+    at = (keys.data_ptr(), values.data_ptr(), keys.stride(0) * item)
+    return LOADED if not any(a % LOADED for a in at) else item
 
 
 def sizes(rows: int, dim: int, dtype: torch.dtype) -> dict[str, int]:

@@ -66,6 +66,8 @@ class CudaLink:
             self.close()
             raise
 
+    paced = True
+
     @property
     def bytes_per_second(self) -> float:
         return self._sides[Direction.TO_DEVICE].bytes_per_second

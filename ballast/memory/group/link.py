@@ -31,6 +31,8 @@ class GroupLink:
         self._ends: dict[int, list[TransferDoneEvent]] = {}
         self._lock = threading.Lock()
 
+    paced = True
+
     @property
     def bytes_per_second(self) -> float:
         """Bandwidth of one rank's part: the loop knows all sizes of one rank."""

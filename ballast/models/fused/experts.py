@@ -114,7 +114,7 @@ class FusedExperts:
 
     def fill(self, rows: int, item_rows: int) -> None:
         """Set the number of rows of the next job, and of each item."""
-        self._programs[:, program_code.ARRIVED] = 0
+        self._programs[:, program_code.PROGRESS] = 0
         self._experts.fill(rows, item_rows)
 
 

@@ -318,7 +318,7 @@ class FusedModel(ModelExecutor):
         self._form = first["embeddings"][0].form
         self._norms = tables.norms([*layers, last])
         self._lands = tables.lands(layers)
-        self._rotary = tables.rotary(layers, self._angles, self._kv)
+        self._rotary = tables.rotary(layers, self._angles, self._kv, self._max_rows)
 
     def _make_matrix_tables(
         self, layers: Sequence[TensorsByRole], last: TensorsByRole, invariant: bool
@@ -354,7 +354,8 @@ class FusedModel(ModelExecutor):
         b, n, sampled = self._buffers, rows.n, len(rows.wanted)
         array_at(b.tokens, (n,), np.int64)[:] = rows.tokens
         array_at(b.sampled, (sampled,), np.int64)[:] = rows.wanted
-        array_at(b.places, (n,), np.int64)[:] = rows.places
+        places = array_at(b.places, (self._kv.n_groups, self._max_rows), np.int64)
+        places[:, :n] = rows.places
         self._angles.fill(rows.positions)
         for tables in (self._embed, self._norms, self._lands, self._rotary):
             tables[:, layer_code.NEXT] = 0

@@ -104,8 +104,11 @@ class FusedTables:
             scale=layer.bits_of(self.recipe.residual_scale),
         )
 
-    def rotary(self, weights: Sequence[TensorsByRole], angles: Angles, kv: KvArray) -> Array:
-        """Make the table of each layer that rotates queries and keys and writes KV."""
+    def rotary(
+        self, weights: Sequence[TensorsByRole], angles: Angles, kv: KvArray, rows: int
+    ) -> Array:
+        """Make the table of each layer that rotates queries and keys and writes KV, of at most
+        `rows`."""
         b, spec = self.buffers, self.spec
         normed = "q_norm" in weights[0]
         sets = [self.recipe.rotary_of(i) for i in range(spec.n_layers)]
@@ -124,7 +127,8 @@ class FusedTables:
             weight=np.array([w["q_norm"][1] for w in weights]) if normed else 0,
             key_weight=np.array([w["k_norm"][1] for w in weights]) if normed else 0,
             epsilon=self.epsilon,
-            kv=kv.base + np.arange(spec.n_layers) * kv.layer_stride,
-            places=b.places,
-            values=spec.block_tokens * spec.kv_heads * spec.head_dim,
+            kv=np.array([kv.layer_address(i) for i in range(spec.n_layers)]),
+            places=b.places + 8 * rows * np.array(kv.groups or 0),
+            values=kv.values,
+            scales=int(kv.scales > 0),
         )

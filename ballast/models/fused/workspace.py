@@ -115,7 +115,7 @@ def _sizes(spec: ModelSpec, rows: int, sampled: int, recipe: DecoderRecipe) -> t
         angles,
         8 * rows,
         8 * rows,
-        8 * rows,
+        8 * rows * spec.kv_groups,
         part,
         spec.ranks * part,
         head_part,

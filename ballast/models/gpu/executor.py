@@ -30,6 +30,7 @@ from ballast.kernels.gpu.batch import GpuAttention, GpuBatch, Scratch
 from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.gpu.lora import GpuLoraGroup
 from ballast.kernels.gpu.sampling import GpuSampler
+from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.layout import Layout
 from ballast.memory.cuda.tensor import cuda_tensor_at
 from ballast.memory.tensor import tensor_at
@@ -41,6 +42,7 @@ from ballast.models.gpu.graphs import GraphCache
 from ballast.models.gpu.recording import Recording, Stops
 from ballast.models.module import View, layers_of, placed
 from ballast.weights.host import HostModel
+from ballast.weights.row_call import RowCall
 
 CHUNK_BUCKETS = 8
 """Most batches kept of buckets with prefills over which no graph was recorded."""
@@ -87,14 +89,9 @@ class GpuExecutor(ModelExecutor):
         if on_gpu:
             # Streams of jobs wait for no other stream: buffers have to be filled by then.
             torch.cuda.current_stream(device).synchronize()
-        item, slabs = self.dtype.itemsize, kv_bytes // layout.range_bytes
-        self._cache = GpuKv.of(
-            self._view(kv_base, (kv_bytes // item,), self.dtype),
-            layout.shape,
-            slabs * layout.blocks_per_slab,
-            layout.stride_bytes // item,
-            layout.layer_stride_bytes // item,
-        )
+        item = self.dtype.itemsize
+        memory = self._view(kv_base, (kv_bytes // item,), self.dtype)
+        self._cache = GpuKv.over(memory, layout.shape, layout.stride_bytes // item)
         self._invariant = invariant
         self._make = make or attention_kernels(device)
         self._sampler = GpuSampler(device)
@@ -134,10 +131,13 @@ class GpuExecutor(ModelExecutor):
     @torch.inference_mode()
     def logits(self, work: Sequence[SequenceWork]) -> Tensor:
         self.check(work)
-        bucket, cuts = self._bucket(work), tuple(sorted(self._begin_pass(work)))
-        graphs = self._graphs if self._worth_recording(bucket, cuts) else None
+        bucket, places = self._bucket(work), self._places(work)
+        cuts = tuple(sorted(self._begin_pass(work)))
+        # Where layers have block tables of their own, which no graph reads, none is used.
+        worth = places is None and self._worth_recording(bucket, cuts)
+        graphs = self._graphs if worth else None
         recorded = None if graphs is None else graphs.find(self.spec.name, bucket, cuts)
-        batch = self._filled(bucket if recorded is None else recorded.bucket, work)
+        batch = self._filled(bucket if recorded is None else recorded.bucket, work, places)
         if recorded is not None:
             return recorded.replay(self.barriers)[: batch.n_wanted]
         recordable = batch.replayable and self._adapters.replayable(batch)
@@ -169,15 +169,20 @@ class GpuExecutor(ModelExecutor):
         """Return the batch of the job's bucket, filled with it. Raises BrokenPromise as `check`
         does."""
         self.check(work)
-        return self._filled(self._bucket(work), work)
+        return self._filled(self._bucket(work), work, self._places(work))
 
-    def _filled(self, bucket: Bucket, work: Sequence[SequenceWork]) -> GpuBatch:
+    def _places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        return None if self.barriers is None else self.barriers.places(work)
+
+    def _filled(
+        self, bucket: Bucket, work: Sequence[SequenceWork], places: LayerPlaces | None
+    ) -> GpuBatch:
         batch = self._of(bucket)
         tokens = [token for w in work for token in w.tokens]
         counts = [len(w.tokens) for w in work]
         tables = [w.blocks for w in work]
         starts, adapters = [w.start for w in work], adapters_of(work)
-        batch.fill(tokens, starts, counts, tables, wanted_rows(work), adapters)
+        batch.fill(tokens, starts, counts, tables, wanted_rows(work), adapters, places)
         return batch
 
     def _bucket(self, work: Sequence[SequenceWork]) -> Bucket:
@@ -226,6 +231,7 @@ class GpuExecutor(ModelExecutor):
     @torch.inference_mode()
     def _recorded(self, batch: GpuBatch, cuts: tuple[int, ...], recording: Recording) -> Tensor:
         self._kept[batch.bucket] = batch
+        batch.forget_places()
         return self._step(batch, batch.bucket.wanted, cuts, recording)
 
     def _reach(self, layer: int, *_: Any) -> None:
@@ -242,6 +248,7 @@ class GpuTransformersModel(GpuExecutor):
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         self._module: Any = placed(host, addresses, self._view, self._device)
+        self._call = RowCall(self._module)
         self._modules = AdaptedModules(self._module, self._adapters.adds())
         for i, layer in enumerate(layers_of(self._module, host)):
             layer.register_forward_pre_hook(partial(self._reach, i))
@@ -252,7 +259,7 @@ class GpuTransformersModel(GpuExecutor):
         return {path: GpuLoraGroup(inputs, (target,)) for path, (inputs, target) in found.items()}
 
     def _compute_logits(self, batch: GpuBatch, n: int) -> Tensor:
-        output = self._forward(self._module, batch, logits_to_keep=batch.wanted)
+        output = self._forward(self._module, batch, batch.wanted)
         logits: Tensor = output.logits[0, :n].float()
         return logits
 
@@ -261,14 +268,9 @@ class GpuTransformersModel(GpuExecutor):
         hidden: Tensor = output.last_hidden_state[0, batch.wanted[:n]]
         return hidden
 
-    def _forward(self, module: Any, batch: GpuBatch, **more: Tensor) -> Any:
+    def _forward(self, module: Any, batch: GpuBatch, wanted: Tensor | None = None) -> Any:
         with (
-            attention.running(attention.JobContext(batch, batch.out)),
+            attention.running(attention.JobContext(batch, batch.out, self.spec.kv_heads)),
             self._modules.job(batch.adapted, head=module is self._module),
         ):
-            return module(
-                input_ids=batch.tokens[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                **more,
-            )
+            return self._call(module, batch.tokens, batch.positions, wanted)

@@ -3,5 +3,6 @@
 Every other package of `ballast.policy` may use it; it imports `core` and `policy.base`.
 
 - `late_last`: Requests that can still meet their service level come first.
+- `least_harm`: The most requests in time, for lane and memory.
 - `slack`: One queue of a device's prefills by slack (Prism, 6.2, Algorithm 2).
 """

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ballast.core.actions import Action, Decision, Reorder
 from ballast.core.view import DeviceView, ModelView, RequestView
 from ballast.policy.base import AdmissionPolicy
-from ballast.policy.market.claims import LONGEST_WAIT, earliest
+from ballast.policy.market.claims import earliest
+from ballast.policy.market.starvation import LONGEST_WAIT
 
 PROMOTED, IN_TIME, LATE = -1, 0, 1
 """Places in a model's queue (`Reorder.place`)."""
@@ -28,8 +29,9 @@ class LateLast(AdmissionPolicy):
     Under overload, first come first served makes all requests late: each admitted request has
     waited longer than its service level allows, while those that could still be in time wait behind
     it. With `late_last` (1) a request that can no longer be in time waits behind its model's others
-    of the same priority. It is not dropped: every `LONGEST_WAIT` seconds the oldest such request
-    comes first. With `late_last` 0 the order is first come first served.
+    of the same priority. It is not dropped: every `LONGEST_WAIT` seconds one such request comes
+    first, the oldest of the tenant whose turn it is. With `late_last` 0 the order is first come
+    first served.
     """
 
     late_last: float = 1
@@ -55,7 +57,7 @@ class LateLast(AdmissionPolicy):
             if any(r.place == PROMOTED for r in m.waiting):
                 continue
             if view.now >= promoted_at:
-                oldest = min(behind, key=lambda r: r.order)
+                oldest = min(behind, key=lambda r: (r.turn, r.order))
                 why = f"first after {LONGEST_WAIT:g} s behind later requests"
                 actions.append(Reorder(m.name, (oldest.id,), PROMOTED, why))
                 since[m.name] = view.now

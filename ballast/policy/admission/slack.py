@@ -21,7 +21,8 @@ from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.admission.late_last import IN_TIME, LATE, PROMOTED
 from ballast.policy.base import AdmissionPolicy
-from ballast.policy.market.claims import BEHIND_ALL, LONGEST_WAIT
+from ballast.policy.market.claims import BEHIND_ALL
+from ballast.policy.market.starvation import LONGEST_WAIT
 
 LEAST = 1e-3
 """Least seconds between two evaluations of the same requests."""
@@ -82,7 +83,7 @@ class Slack(AdmissionPolicy):
         )
         if same and view.now < before.until:
             return Decision((), before, before.until)
-        late, slack = left_out(prefills(view), _begun(view))
+        late, slack = self.evaluate(view)
         actions: list[Action] = []
         least = max(r.order.rank for m in view.models for r in (*m.waiting, *m.running))
         for m in view.models:
@@ -109,6 +110,11 @@ class Slack(AdmissionPolicy):
                 until = min(until, since + self.aging)
         wake = until if until < float("inf") else None
         return Decision(tuple(actions), SlackMemo(waiting, until, since), wake)
+
+    def evaluate(self, view: DeviceView) -> tuple[set[str], float]:
+        """Return the ids of requests that are left out, and after how many seconds that may change
+        if no request arrives or ends."""
+        return left_out(prefills(view), begun_seconds(view))
 
 
 def prefills(view: DeviceView) -> list[QueuedPrefill]:
@@ -159,7 +165,7 @@ def left_out(waiting: Sequence[QueuedPrefill], begun: float = 0.0) -> tuple[set[
     return late, slack
 
 
-def _begun(view: DeviceView) -> float:
+def begun_seconds(view: DeviceView) -> float:
     """Return the seconds of prompts of admitted requests that have not been computed yet."""
     return sum(
         m.costs.prefill_seconds(r.tokens - r.computed)

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 
 from ballast.core.compute import ComputeDecision, ComputeView, DecodeView, PromptView, WorkView
 from ballast.core.job import JobLoad, chunk_pairs
@@ -19,11 +20,13 @@ LEAST_CHUNK = 16
 """Fewest prompt tokens in a chunk, unless fewer are left."""
 MOST_CREDIT = 1.0
 """Most seconds of a lane that late requests can save up."""
+MOST_LATE = 0.25
+"""Most part of a gap between tokens that is kept for jobs which take longer than expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The decodes of a model, of which a step advances each by a token."""
+    """The decodes of a model, each of which a step advances by a token."""
 
     work: WorkView
     seconds: float
@@ -41,7 +44,7 @@ class _Prompt:
     work: WorkView
     view: PromptView
     tokens: int
-    """Tokens of its prompt and those before it, which jobs compute first."""
+    """Tokens of its prompt and those before it."""
     task: Task | None
     """Its prefill, and those of late ones before it; None: its first token is or will be late."""
 
@@ -65,10 +68,10 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineMemo:
-    """State that one decision leaves to the next."""
+    """What one decision leaves to the next."""
 
     model: str = ""
-    """The model that ran last."""
+    """Of the last job."""
     at: float = 0.0
     credit: float = 0.0
     """Seconds that late requests may take from others."""
@@ -93,9 +96,9 @@ class Deadline(ComputePolicy):
 
     Late requests come after all others, and have `late_share` of the lane's time, the one that
     waited longest first. `longest_wait`: most seconds that a service level counts for.
-    `longest_gap`: seconds after which any stream gets its next token (or twice the time of a step
-    of every model, if longer), plus one job. `margin`: headroom kept in reserve, in multiples of
-    the longest job that could run.
+    `longest_gap`: seconds within which any stream gets its next token (or twice the time of a step
+    of every model, if longer); a prompt's smallest job may come on top. `margin`: headroom kept in
+    reserve, in multiples of the longest job that could run.
     """
 
     late_share: float = 0.05
@@ -110,14 +113,13 @@ class Deadline(ComputePolicy):
             return self._freely(view, turn, math.inf)
         for r in view.runnable:
             if r.moves_kv:  # others may wait for this job
-                return ComputeDecision(
-                    r.model, memo=DeadlineMemo(turn.model, view.now, turn.credit)
-                )
+                passed = DeadlineMemo(turn.model, view.now, turn.credit)
+                return ComputeDecision(r.model, memo=passed)
         works = [view.work_of(r.model) for r in view.runnable]
         if alone and not works[0].decodes:
             return self._freely(view, turn)
         batches = [self._batch(view.now, w) for w in works if w.decodes]
-        pausing = self._pausing(view.now, batches)
+        pausing = self._pausing(view.now, batches, max(w.late for w in works))
         if not alone and pausing and pausing[0][0] <= 0:
             return self._run(pausing[0][1], 0, turn)
         prompts = [p for w in works for p in self._prompts(view, w)]
@@ -130,7 +132,7 @@ class Deadline(ComputePolicy):
             most = max(MOST_CREDIT, late.seconds)
             credit = min(most, turn.credit + self.late_share * (view.now - turn.at))
             if credit >= late.seconds:
-                n = self._chunk(view, late, credit)
+                n = self._chunk(view, late, min(credit, _pause(pausing, late)))
                 spent = self._job_seconds(late.work, n)
                 return self._run(late, n, DeadlineMemo(late.work.model, view.now, credit - spent))
         turn = DeadlineMemo(turn.model, view.now, credit)
@@ -139,9 +141,7 @@ class Deadline(ComputePolicy):
         for option in options:
             spare = option.others - reserve - option.seconds
             if spare >= 0:
-                pause = min(
-                    (left for left, o in pausing if o.work is not option.work), default=math.inf
-                )
+                pause = _pause(pausing, option)
                 until = view.now + min(spare, pause)
                 if late is not None and self.late_share > 0:
                     until = min(until, view.now + (late.seconds - credit) / self.late_share)
@@ -153,10 +153,11 @@ class Deadline(ComputePolicy):
                 o for o in options if o.work is urgent.work and o.tokens and o.seconds <= o.others
             )
             urgent = next(joins, urgent)
-            return self._run(urgent, self._chunk(view, urgent, urgent.others), turn)
+            most = min(urgent.others, _pause(pausing, urgent))
+            return self._run(urgent, self._chunk(view, urgent, most), turn)
         if late is None:  # no request waits
             return ComputeDecision(view.runnable[0].model, memo=turn)
-        return self._run(late, self._chunk(view, late, math.inf), turn)
+        return self._run(late, self._chunk(view, late, _pause(pausing, late)), turn)
 
     def coming(self, now: float) -> Sequence[Task]:
         """Return prefills of expected requests, for which headroom is left; none here."""
@@ -165,8 +166,7 @@ class Deadline(ComputePolicy):
     # -- what there is to do ----------------------------------------------------------------------
 
     def _batch(self, now: float, work: WorkView) -> _Batch:
-        """Return a model's decodes; those that can keep their levels determine when a step is
-        due."""
+        """Return a model's decodes; those that can keep their levels say when a step is due."""
         decodes = work.decodes
         seconds = work.costs.of(JobLoad(0, 0, 0, len(decodes), sum(d.context for d in decodes)))
         due, pace, steps = math.inf, math.inf, 1
@@ -183,15 +183,19 @@ class Deadline(ComputePolicy):
         task = None if due == math.inf else Task(due - now, seconds, pace, steps)
         return _Batch(work, seconds, task, min(d.last for d in decodes))
 
-    def _pausing(self, now: float, batches: Sequence[_Batch]) -> list[tuple[float, _Option]]:
-        """Return each batch's next step, after the seconds that it may still pause; shortest
-        first."""
+    def _pausing(
+        self, now: float, batches: Sequence[_Batch], late: float
+    ) -> list[tuple[float, _Option]]:
+        """Return each batch's next step and the seconds that it may still pause, shortest first; a
+        step of another model may end after that, and jobs take `late` seconds longer."""
         gap = max(self.longest_gap, 2 * sum(b.seconds for b in batches))
+        gap = max(gap - late, (1 - MOST_LATE) * gap)
+        slowest = (*nlargest(2, (b.seconds for b in batches)), 0.0)
         found = []
         for b in batches:
             last = min((d.last for d in b.work.decodes if d.first is not None), default=math.inf)
-            step = _Option(b.work, math.inf, math.inf, b.seconds)
-            found.append((last + gap - b.seconds - now, step))
+            left = last + gap - b.seconds - slowest[b.seconds == slowest[0]] - now
+            found.append((left, _Option(b.work, math.inf, math.inf, b.seconds)))
         return sorted(found, key=lambda entry: entry[0])
 
     def _keeps(self, now: float, d: DecodeView, step: float) -> bool:
@@ -329,12 +333,10 @@ class Deadline(ComputePolicy):
 
     @staticmethod
     def _freely(view: ComputeView, turn: DeadlineMemo, until: float = -math.inf) -> ComputeDecision:
-        """Return the job of the only model that could run, with as many tokens as a job may
-        have."""
+        """Return the job of the only model that could run, as large as a job may be."""
         (only,) = view.runnable
-        return ComputeDecision(
-            only.model, None, until, DeadlineMemo(only.model, view.now, turn.credit)
-        )
+        memo = DeadlineMemo(only.model, view.now, turn.credit)
+        return ComputeDecision(only.model, None, until, memo)
 
     @staticmethod
     def _run(
@@ -345,8 +347,7 @@ class Deadline(ComputePolicy):
         return ComputeDecision(model, n, until if n == 0 else -math.inf, replace(turn, model=model))
 
     def _chunk(self, view: ComputeView, option: _Option, seconds: float) -> int:
-        """Return the most tokens of an option's prompts in a job of at most `seconds`, but at least
-        `least_chunk`."""
+        """Return the most prompt tokens in a job of at most `seconds`; at least `least_chunk`."""
         if not option.tokens:
             return 0
         least = least_chunk(option.work, view.step_tokens)
@@ -371,10 +372,13 @@ class Deadline(ComputePolicy):
                 break
             tokens, chunks = tokens + part, chunks + 1
             pairs += chunk_pairs(part, p.start)
-        decodes = work.decodes
-        return work.costs.of(
-            JobLoad(tokens, chunks, pairs, len(decodes), sum(d.context for d in decodes))
-        )
+        context = sum(d.context for d in work.decodes)
+        return work.costs.of(JobLoad(tokens, chunks, pairs, len(work.decodes), context))
+
+
+def _pause(pausing: Sequence[tuple[float, _Option]], option: _Option) -> float:
+    """Return the seconds that streams of other models than an option's may still pause."""
+    return min((left for left, o in pausing if o.work is not option.work), default=math.inf)
 
 
 def _last_due(d: DecodeView) -> float:
@@ -384,15 +388,13 @@ def _last_due(d: DecodeView) -> float:
 
 
 def prefill_seconds(work: WorkView, p: PromptView, step_tokens: int) -> float:
-    """Return the seconds of a prompt in jobs of `step_tokens`, each of which passes over the
-    weights."""
+    """Return the seconds of a prompt in jobs of `step_tokens`, each a pass over the weights."""
     jobs = -(-p.tokens // step_tokens)
     return work.costs.prefill_seconds(p.tokens, p.start) + (jobs - 1) * work.costs.base
 
 
 def least_chunk(work: WorkView, step_tokens: int) -> int:
-    """Return the tokens whose arithmetic takes as long as the pass over the weights that any chunk
-    needs: smaller chunks cost more than they save others."""
+    """Return the tokens whose arithmetic takes as long as a chunk's pass over the weights."""
     costs = work.costs
     even = math.ceil(costs.base / costs.per_token) if costs.per_token > 0 else step_tokens
     return max(1, min(max(LEAST_CHUNK, even), step_tokens))

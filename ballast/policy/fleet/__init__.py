@@ -3,6 +3,7 @@
 The fleet's controller calls these policies; they import `core` and `policy.base`, and nothing that
 decides about a single device.
 
+- `by_price`: Fleet policy that lends pages and moves models where a page is worth more.
 - `elastic_cache`: Sizes of SwiftCache's caches and units, and its Algorithm 1.
 - `elastic_lending`: Fleet policy that lends idle KV memory to devices that lack it (SwiftCache).
 - `fixed_placement`: Fleet policy that leaves models where they were placed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from ballast.core.fleet import (
@@ -27,13 +28,15 @@ from ballast.policy.fleet.initial_placement import spread
 
 _PAGES = ElasticUnits(1, 1)
 """Pages need no common multiple of block sizes."""
+_Sample = tuple[float, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class UseSamples:
-    """Memo: by device, (time, pages that its requests used or lacked, pages with KV of any use)."""
+    """Memo: by device, (time, pages that its requests used or lacked, pages with KV of any use,
+    pages of prefixes that it missed)."""
 
-    used: Mapping[str, tuple[tuple[float, int, int], ...]] = field(default_factory=dict)
+    used: Mapping[str, tuple[_Sample, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,14 @@ class ElasticLending(FleetPolicy):
     counted from 1) that one alone borrows, and all others lend, as in the paper.
 
     A device that lacks pages recalls them (ScaleUp); those that lack none lend what they can spare
-    (ScaleDown) to devices that lack some, or that have just forgotten cached prefixes to make room:
-    first what requests lack, then as much as was forgotten and one more request takes. Lacking
-    compares all waiting requests with free pages, unused borrowed ones and cached prefixes. A
-    device spares what is beyond its models' weights, the most pages that were needed at once in the
-    last `window` seconds and one more request of mean length; only free pages, so that no cached
-    prefix of its own makes way. Pages without which their borrower has had room for all of its KV
-    for `window` seconds are recalled.
+    (ScaleDown) to devices that lack some, or that miss cached prefixes: that computed again what
+    they had forgotten to make room. First what requests lack, then as much as was missed and one
+    more request takes. Lacking compares all waiting requests with free pages, unused borrowed ones
+    and cached prefixes. A device spares what is beyond its models' weights, the most pages that
+    were needed at once in the last `window` seconds and one more request of mean length: free
+    pages, and those of its own cached prefixes, the coldest first, unless it has missed some in
+    that time; what it misses then it recalls. Pages without which their borrower has had room for
+    all of its KV for `window` seconds are recalled.
 
     `published`: Algorithm 1 as it is in the paper. One request (of mean length, of those waiting)
     is compared with all of the device's pages, used or not; all free pages beyond the longest
@@ -82,7 +86,8 @@ class ElasticLending(FleetPolicy):
         books: dict[str, _Book] = {}
         for device in view.devices:
             kept = (s for s in before.get(device.name, ()) if s[0] > view.now - self.window)
-            used = (*kept, (view.now, _used(device, needs), _held(device, needs)))
+            use = _used(device, needs), _held(device, needs), _missed(device, needs)
+            used = (*kept, (view.now, *use))
             samples[device.name] = used
             books[device.name] = _Book(device, view, needs, used, bool(self.published))
         actions: list[FleetAction] = [*self._recalls(view, books), *self._lends(view, books)]
@@ -91,7 +96,7 @@ class ElasticLending(FleetPolicy):
     def _recalls(self, view: FleetView, books: Mapping[str, _Book]) -> list[RecallPages]:
         """Return recalls of pages that lenders lack, and of those that borrowers need no more."""
         found = []
-        lacking = {name: b.lack - b.coming for name, b in books.items()}
+        lacking = {name: b.lack + b.missed - b.coming for name, b in books.items()}
         for lease in sorted(view.leases, key=lambda v: (v.lender, -v.pages, v.borrower)):
             standing = lease.pages - lease.recalled
             if (lease.lender, lease.borrower) not in view.pairs or lease.lender not in lacking:
@@ -108,7 +113,7 @@ class ElasticLending(FleetPolicy):
 
     def _lends(self, view: FleetView, books: Mapping[str, _Book]) -> list[LendPages]:
         """Return what devices lend that neither lack pages nor borrow any."""
-        able = {n: b for n, b in books.items() if b.lack <= 0 and not (b.borrowed or b.forgotten)}
+        able = {n: b for n, b in books.items() if b.lack <= 0 and not (b.borrowed or b.missed)}
         spare = {n: b.spare() for n, b in able.items()}
         if self.master:
             names = [n for i, n in enumerate(books, 1) if i == self.master]
@@ -137,7 +142,7 @@ class _Book:
         device: DeviceLoad,
         view: FleetView,
         needs: Mapping[str, Need],
-        samples: Sequence[tuple[float, int, int]],
+        samples: Sequence[_Sample],
         published: bool,
     ) -> None:
         self._device, self._samples, self._published = device, samples, published
@@ -150,8 +155,8 @@ class _Book:
         kv = sum(h.kv_pages for h in device.hosting)
         self._own = max(0, device.free + kv - ceil_div(sum(coming), device.page_bytes))
         """Pages that back KV, or could, beside the weights of all its models."""
-        self.forgotten = 0 if published else _forgotten(device, needs)
-        """Pages of cached prefixes that were forgotten to make room since the previous view."""
+        self.missed = 0 if published else _missed(device, needs)
+        """Pages of cached prefixes that it has missed since the previous view."""
         self.lack = self._lack()
         """Pages that waiting requests need beyond those that they could have."""
 
@@ -160,25 +165,25 @@ class _Book:
         """Bound of further borrowed pages: no device borrows more than it has itself."""
         return max(0, self._device.total - self.borrowed)
 
-    @property
+    @cached_property
     def wants(self) -> int:
         """Pages to borrow: those lacking, and as many as prefixes have lost. Only KV whose blocks
         fit into a page can lie there."""
         page = self._device.page_bytes
         usable = (
-            (h.lacking or h.forgotten_blocks) and n.kv_bytes_per_token * n.block_tokens <= page
+            (h.lacking or h.missed_blocks) and n.kv_bytes_per_token * n.block_tokens <= page
             for h, n in self._served
         )
-        ahead = self._one_more() if self.forgotten else 0  # else the next one forgets some again
-        return min(self.lack + self.forgotten + ahead, self.may_borrow) if any(usable) else 0
+        ahead = self._one_more() if self.missed else 0  # else the next one misses some again
+        return min(self.lack + self.missed + ahead, self.may_borrow) if any(usable) else 0
 
     @property
     def reason(self) -> str:
         """Why pages are lent to it."""
         name = self._device.name
-        if self.lack or not self.forgotten:
+        if self.lack or not self.missed:
             return f"{name} lacks {self.lack} pages"
-        return f"{name} has forgotten prefixes of {self.forgotten} pages"
+        return f"{name} misses prefixes of {self.missed} pages"
 
     def spare(self) -> int:
         """Return the pages that the device can lend."""
@@ -187,18 +192,25 @@ class _Book:
             spare, _ = scale_down(self._own, self._device.page_bytes, _PAGES, longest)
         else:
             spare = self._own - self._peak - self._one_more()
+            # Nobody has come back for its prefixes: the coldest make way.
+            idle = sum(h.cached_pages for h in self._device.hosting) if self._misses_none else 0
+            return max(0, min(spare, self._device.free + idle))
         return max(0, min(spare, self._device.free))
+
+    @property
+    def _misses_none(self) -> bool:
+        return not any(missed for *_, missed in self._samples)
 
     def needs_none(self, window: float) -> bool:
         """Return whether its own pages would have sufficed for the last `window` seconds, cached
         prefixes included."""
-        held = max(held for _, _, held in self._samples)
+        held = max(held for _, _, held, _ in self._samples)
         most = max(self._peak, held)
         return not self._published and self._since >= 0.9 * window and most <= self._own
 
     @property
     def _peak(self) -> int:
-        return max(used for _, used, _ in self._samples)
+        return max(used for _, used, _, _ in self._samples)
 
     def _lack(self) -> int:
         waits = [(h, need) for h, need in self._served if h.lacking]
@@ -230,14 +242,14 @@ def _used(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
 
 
 def _held(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
-    """Return the pages of the KV that a device has, wherever it is, or has just forgotten."""
+    """Return the pages of the KV that a device has, wherever it is, or misses."""
     held = sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
-    return held + _forgotten(device, needs)
+    return held + _missed(device, needs)
 
 
-def _forgotten(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
-    """Return the pages of cached prefixes that were forgotten since the previous view."""
-    found = ((h.forgotten_blocks, needs[h.model]) for h in device.hosting if h.model in needs)
+def _missed(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+    """Return the pages of cached prefixes that were missed since the previous view."""
+    found = ((h.missed_blocks, needs[h.model]) for h in device.hosting if h.model in needs)
     return sum(_pages(n * m.block_tokens, 1, m, device.page_bytes) for n, m in found if n)
 
 

@@ -64,22 +64,15 @@ class Filling:
         return self.demand / room if room > 0 else math.inf
 
 
-def fillings(
+def max_pressure(
     claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
-) -> list[Filling]:
-    """Return the devices filled with the models that `homes` places there."""
+) -> float:
+    """Return the highest KVPR of any device, filled with the models that `homes` places there."""
     found = {d.name: Filling(d) for d in devices}
     for claim in claims:
         for name in homes.get(claim.name, ()):
             found[name] = found[name].with_part(claim)
-    return list(found.values())
-
-
-def max_pressure(
-    claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
-) -> float:
-    """Return the highest KVPR of any device."""
-    return max(f.pressure for f in fillings(claims, devices, homes))
+    return max(f.pressure for f in found.values())
 
 
 def greedy(
@@ -109,38 +102,91 @@ def _greedy(
 ) -> dict[str, tuple[str, ...]] | ConfigError:
     """Place every model in the order of the key `first`; returns the error of the first model that
     finds no room."""
-    held = {d.name: Filling(d) for d in devices}
+    held = Fillings(devices)
     homes: dict[str, tuple[str, ...]] = {}
     for claim in sorted(claims, key=first):
-        chosen: list[str] = []
+        taken: list[str] = []
         for part in range(claim.parts):
-            then = {n: f.with_part(claim).pressure for n, f in held.items() if n not in chosen}
-            best = min(then, key=lambda n: then[n], default=None)
-            if best is None or math.isinf(then[best]):
-                return misfit(claim, list(held.values()))
             here = claim.devices[part] if part < len(claim.devices) else None
-            if here in then and then[here] - then[best] <= threshold * then[here]:
-                best = here
-            held[best] = held[best].with_part(claim)
-            chosen.append(best)
-        homes[claim.name] = tuple(chosen)
+            choice = held.choose(claim, here, threshold, taken=taken)
+            if choice is None:
+                return held.misfit(claim)
+            held.add(claim, choice.device)
+            taken.append(choice.device)
+        homes[claim.name] = tuple(taken)
     return homes
 
 
-def misfit(claim: ModelDemand, held: Sequence[Filling]) -> ConfigError:
-    """Return the error of a model for which no devices, filled so far, have room."""
-    if claim.parts > len(held):
-        return ConfigError(f"tp of {claim.name}", claim.parts, f"at most {len(held)} devices")
-    room = sorted((f.device.memory - f.weights for f in held), reverse=True)[claim.parts - 1]
-    each = "" if claim.parts == 1 else f" on each of {claim.parts} devices"
-    beside = " beside the others" if any(f.weights for f in held) else ""
-    missing = format_bytes(max(1, math.ceil(claim.part_weights - room)))
-    return ConfigError(
-        "models",
-        claim.name,
-        f"one that fits: it needs more than {format_bytes(round(claim.part_weights))}{each}, and "
-        f"finds {format_bytes(max(0, round(room)))}{beside}: {missing} are missing",
-    )
+@dataclass(frozen=True, slots=True)
+class PlacementChoice:
+    """The device that Algorithm 1 chooses for a part of a model."""
+
+    device: str
+    pressure: float
+    """KVPR there, with the part."""
+    before: float
+    """The same of the device where the part is now; infinite: it is on none, or does not fit."""
+
+
+class Fillings:
+    """Devices that a placement fills, model by model."""
+
+    def __init__(self, devices: Sequence[PlacementDevice]) -> None:
+        self._names = [d.name for d in devices]
+        self._at = {name: i for i, name in enumerate(self._names)}
+        self._memory = [d.memory for d in devices]
+        self._weights = [0.0] * len(self._names)
+        self._demand = [0.0] * len(self._names)
+
+    def add(self, claim: ModelDemand, device: str) -> None:
+        """Place one part of a model on a device."""
+        i = self._at[device]
+        self._weights[i] += claim.part_weights
+        self._demand[i] += claim.part_demand
+
+    def choose(
+        self,
+        claim: ModelDemand,
+        here: str | None,
+        threshold: float,
+        beside: float = 0.0,
+        taken: Iterable[str] = (),
+    ) -> PlacementChoice | None:
+        """Return the device of least KVPR for one part of a model (lines 5 to 8 of Algorithm 1), or
+        `here`, where it is now, unless that lowers the KVPR by more than `threshold` of it.
+        `beside`: bytes that it needs beside its weights; `taken`: devices that are left out. None:
+        it fits nowhere."""
+        weights, demand, inf = claim.part_weights, claim.part_demand, math.inf
+        pressures = [
+            (d + demand) / room if (room := m - w - weights) > 0 and room >= beside else inf
+            for m, w, d in zip(self._memory, self._weights, self._demand, strict=True)
+        ]
+        for name in taken:
+            pressures[self._at[name]] = inf
+        least = min(pressures, default=inf)
+        if least == inf:
+            return None
+        before = inf if here is None else pressures[self._at[here]]
+        if here is not None and before < inf and before - least <= threshold * before:
+            return PlacementChoice(here, before, before)
+        return PlacementChoice(self._names[pressures.index(least)], least, before)
+
+    def misfit(self, claim: ModelDemand) -> ConfigError:
+        """Return the error of a model for which no devices have room."""
+        n = len(self._names)
+        if claim.parts > n:
+            return ConfigError(f"tp of {claim.name}", claim.parts, f"at most {n} devices")
+        free = [m - w for m, w in zip(self._memory, self._weights, strict=True)]
+        room = sorted(free, reverse=True)[claim.parts - 1]
+        each = "" if claim.parts == 1 else f" on each of {claim.parts} devices"
+        beside = " beside the others" if any(self._weights) else ""
+        missing = format_bytes(max(1, math.ceil(claim.part_weights - room)))
+        return ConfigError(
+            "models",
+            claim.name,
+            f"one that fits: it needs more than {format_bytes(round(claim.part_weights))}{each}, "
+            f"and finds {format_bytes(max(0, round(room)))}{beside}: {missing} are missing",
+        )
 
 
 def moved(claims: Iterable[ModelDemand], homes: Homes) -> dict[str, tuple[str, ...]]:

@@ -50,6 +50,8 @@ class Claim(NamedTuple):
     that undo no work."""
     undoing: Precedence | None = None
     """Precedence in place of `order` where it has work undone; None: `order`."""
+    unused_only: bool = False
+    """Whether it takes only memory that no request uses now."""
     gain: float = math.inf
     """Request-seconds of delay that covering it avoids: where claims are covered by price, only a
     lower price is accepted."""
@@ -70,6 +72,8 @@ class Claim(NamedTuple):
         requests that are more important, and no blocks alone of other models."""
         order = self.order if self.undoing is None else self.undoing
         if offer.undoes is not None and not (self.may_preempt and order < offer.undoes):
+            return False
+        if self.unused_only and (offer.in_use or offer.undoes is not None):
             return False
         if offer.owner == self.model:
             if offer.for_others:
@@ -120,6 +124,8 @@ class Offer(NamedTuple):
     """Whether only claims of other models than its owner can take it."""
     instead: bool = False
     """Whether its action does all that the claim is for, so that `Claim.then` need not follow."""
+    in_use: bool = False
+    """Whether requests that are here use the memory, though no work of theirs is undone."""
     at_hand: bool = False
     """Whether its blocks can be used by the owner's own requests as they are, which lack them if
     the offer is taken."""

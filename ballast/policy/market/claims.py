@@ -13,10 +13,9 @@ from ballast.core.actions import Action
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim
+from ballast.policy.market.starvation import LONGEST_WAIT
 from ballast.policy.plans import activation
 
-LONGEST_WAIT = 10.0
-"""Most seconds that a TTFT service level counts for when claims are ordered."""
 BEHIND_ALL = 2
 """Place in its model's queue of a request that also waits behind those of other models: it undoes
 no work, and its claims come after theirs."""
@@ -40,11 +39,11 @@ def activation_claims(view: DeviceView, patience: float) -> tuple[list[Claim], f
         first = m.waiting[0]
         if first.id in short:
             continue  # it has a claim of its own
-        kv = max(0, m.first_pages - view.borrowable(m))
         if m.residency is not Residency.ABSENT:
-            due = _due(first)
-            claims.append(Claim(m.name, first.order, kv, may_preempt=False, due=due))
+            lacks = view.first_lacks(m)
+            claims.append(Claim(m.name, first.order, lacks, may_preempt=False, due=_due(first)))
             continue
+        kv = max(0, m.first_pages - view.borrowable(m))
         overdue, overdue_at = _overdue(view, m, first, patience)
         wake = earliest(wake, overdue_at)
         pages = m.missing_pages + kv
@@ -167,7 +166,7 @@ def queue_claims(view: DeviceView, most: int) -> list[Claim]:
     for m in view.models:
         if m.waiting and not m.held and m.waiting[0].id in short:
             for r in m.waiting[1 : max(1, min(most, m.spec.max_running - len(m.running)))]:
-                blocks = ceil_div(r.tokens, m.spec.block_tokens)
+                blocks = m.spec.blocks_of(r.tokens)
                 pages = ceil_div(blocks, m.slab_blocks) * m.slab_pages
                 due = _due(r)
                 claims.append(Claim(m.name, r.order, pages, False, blocks, due=due))

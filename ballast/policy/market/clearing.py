@@ -7,19 +7,27 @@ the memory policy `arbiter`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import UserString
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
-from ballast.core.actions import Action, Promise
+from ballast.core.actions import Action, Promise, explained
+from ballast.core.request import Precedence
 from ballast.core.view import DeviceView
-from ballast.policy.market.claim_and_offer import Claim
+from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.cover import AcceptedOffer, Actions, cover_one, promised
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.market.supply_curve import SupplyCurve
+from ballast.policy.market.supply_curve import SupplyCurve, memory_of
 
 UNTAKEN = 2
 """Most offers that were not taken which an explanation names."""
+LEAST_SHOWN = 0.001
+"""Expected late requests below which an explanation gives no figure."""
+
+_Untaken = tuple[tuple[str, ...], float]
+"""Key of an offer, and its price a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +61,16 @@ def clear(
         needs = budget.needs(claim)
         lacked = budget.lacks(claim, needs)
         instead = False
-        bounded = claim.weights and claim.gain < math.inf
-        kept = min(reserve, max(0, budget.coming)) if bounded else 0
+        must = claim.gain == math.inf
+        kept = min(reserve, max(0, budget.coming)) if claim.weights and not must else 0
         lacked += kept
-        if lacked > 0:
-            find = partial(supply.cheapest, budget, claim, lacked)
+        if lacked > 0 and must and (taken := _running_work(claim, budget, supply, lacked)):
+            actions.add(taken)
+            needs = budget.needs(claim)
+        elif lacked > 0:
+            asked = _Asked(partial(supply.cheapest, budget, claim, lacked))
             budget.coming -= kept
-            chosen = cover_one(claim, find, budget, lacked, by_price=True)
+            chosen = cover_one(claim, asked, budget, lacked, by_price=True)
             budget.coming += kept
             if chosen is None:
                 uncovered.append(claim)
@@ -67,8 +78,9 @@ def clear(
                     promises += promised(claim, budget.hold(needs))
                 continue
             instead = any(accepted.offer.instead for accepted in chosen)
+            _explain(claim, chosen, budget, asked.all)
+            actions.accept(chosen)
             supply.take([accepted.offer for accepted in chosen])
-            actions.accept(_explained(claim, chosen, budget, supply, lacked))
             needs = budget.needs(claim)
         there = needs <= budget.free
         promises += promised(claim, budget.use(claim, needs))
@@ -79,36 +91,106 @@ def clear(
     return Cleared(actions.final, tuple(promises), uncovered, free)
 
 
-def _order(claim: Claim) -> tuple[float, object, str]:
-    return -claim.gain / max(1, claim.pages), claim.order, claim.model
+class _Asked:
+    """The offers for a claim, as far as they were looked at, and those that follow."""
+
+    def __init__(self, find: Callable[[], Iterable[Offer]]) -> None:
+        self._find = find
+        self._seen: list[Offer] = []
+        self._rest: Iterator[Offer] = iter(())
+
+    def __call__(self) -> Iterator[Offer]:
+        """Return the offers from the first one on."""
+        self._seen, self._rest = [], iter(self._find())
+        for offer in self._rest:
+            self._seen.append(offer)
+            yield offer
+
+    @property
+    def all(self) -> Iterator[Offer]:
+        """All that were offered last, the cheapest page first."""
+        return chain(self._seen, self._rest)
 
 
-def _explained(
-    claim: Claim,
-    chosen: Sequence[AcceptedOffer],
-    budget: PageBudget,
-    supply: SupplyCurve,
-    lacked: int,
-) -> list[AcceptedOffer]:
-    """Return accepted offers whose actions say what they cost, what the claim gains, and the
-    cheapest offers that were not taken."""
-    taken = {accepted.offer.key for accepted in chosen}  # and those named already
-    untaken: list[str] = []
+def _running_work(
+    claim: Claim, budget: PageBudget, supply: SupplyCurve, lacked: int
+) -> list[Action]:
+    """Take the first offer that a claim may take, if it is running work that suffices alone, and
+    return its action; none, with nothing taken, if not."""
+    taken: Offer | None = None
+    untaken: list[_Untaken] = []
+    seen: list[tuple[str, ...]] = []
+    used_up, may_take = budget.used_up, claim.may_take
     for offer in supply.cheapest(budget, claim, lacked):
+        if used_up(offer) or not may_take(offer):
+            continue
+        if taken is None:
+            if offer.pages < lacked or offer.grain or offer.everything or offer.undoes is None:
+                return []
+            taken = offer
+        elif offer.pages and offer.key not in seen:
+            seen.append(offer.key)
+            untaken.append((offer.key, offer.price() / offer.pages))
+            if len(untaken) == UNTAKEN:
+                break
+    if taken is None:
+        return []
+    budget.accept(taken, taken.pages)
+    supply.take([taken])
+    action = taken.act(taken.pages, claim)
+    why = Explanation(str(action.why), taken.price(), taken.pages, claim.gain, untaken)
+    return [explained(action, why)]
+
+
+def _order(claim: Claim) -> tuple[float, bool, Precedence, str]:
+    """Return the sort key: the most gain a page first; of those that must be covered, those owed
+    only memory that nobody uses last."""
+    return -claim.gain / max(1, claim.pages), claim.unused_only, claim.order, claim.model
+
+
+class Explanation(UserString):
+    """Why an offer was taken, what it costs, what its claim gains, and the cheapest that were not.
+
+    The text is made when it is first read; until then it holds nothing of the view.
+    """
+
+    def __init__(
+        self, reason: str, price: float, pages: int, gain: float, untaken: Sequence[_Untaken]
+    ) -> None:
+        self._facts = reason, price, pages, gain, untaken
+
+    def __getattr__(self, name: str) -> str:
+        """Make the text (`data`), which is not there before it is read."""
+        if name != "data":
+            raise AttributeError(name)
+        reason, price, pages, gain, untaken = self._facts
+        without = "it must be done" if gain == math.inf else f"{_number(gain)} without it"
+        late = f"expected late requests: {_number(price)} by it, {without}"
+        names = ", ".join(f"{memory_of(key)} {_number(pages * each)}" for key, each in untaken)
+        others = f"next best for as many pages: {names}" if names else "nothing else is there"
+        self.data = f"{reason}; {late}; {others}"
+        return self.data
+
+
+def _number(late: float) -> str:
+    """Show how many requests are expected to be late."""
+    return f"{late:.2g}" if late >= LEAST_SHOWN or not late else f"under {LEAST_SHOWN:g}"
+
+
+def _explain(
+    claim: Claim, chosen: Sequence[AcceptedOffer], budget: PageBudget, asked: Iterable[Offer]
+) -> None:
+    """Have the actions of accepted offers explain themselves; `asked`: all that were offered."""
+    taken = {accepted.offer.key for accepted in chosen}  # and those named already
+    untaken: list[_Untaken] = []
+    for offer in asked:
         if not offer.pages or offer.key in taken or budget.used_up(offer):
             continue
         if claim.may_take(offer):
             taken.add(offer.key)
-            untaken.append(supply.text(offer))
+            untaken.append((offer.key, offer.price() / offer.pages))
             if len(untaken) == UNTAKEN:
                 break
-    must = claim.gain == math.inf
-    gain = "it must be done" if must else f"the claim gains {claim.gain:.2g}"
-    names = f"; next best, a page: {', '.join(untaken)}" if untaken else "; nothing else is there"
-    found = []
     for offer, pages, action in chosen:
         price = offer.price_of(pages)
-        costs = f"costs {price:.2g} expected misses, {price / max(1, pages):.2g} a page"
-        why = f"{action.why}; {costs}; {gain}{names}"
-        found.append(AcceptedOffer(offer, pages, replace(action, why=why)))
-    return found
+        explained(action, Explanation(str(action.why), price, pages, claim.gain, untaken))

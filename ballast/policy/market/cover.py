@@ -214,7 +214,7 @@ def cover_one(
     while True:
         offers = find()
         if spared:
-            offers = [offer for offer in offers if offer.key not in spared]
+            offers = (offer for offer in offers if offer.key not in spared)
         chosen, trials = _try(claim, offers, budget, lacked)
         if chosen is None:
             budget.undo(before)

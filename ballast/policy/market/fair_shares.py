@@ -20,12 +20,12 @@ from ballast.core.actions import Action, Hold
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.market.offers import (
-    starving,
     until_older,
     younger_models,
     younger_requests,
     youngest_running,
 )
+from ballast.policy.market.starvation import starving
 
 
 def fair_shares(view: DeviceView) -> Mapping[str, float]:
@@ -189,7 +189,8 @@ def _more_important(claim: Claim, offer: Offer) -> bool:
 
 def _used(m: ModelView) -> int:
     """Return the pages of a model's KV in use, including those whose content is on the host now."""
-    swapped = 0 if m.kv_rotation is None else m.kv_rotation.n_freed * m.kv_layer_pages
+    s = m.staging
+    swapped = 0 if s is None else (s.staged - s.streamed) // m.slab_blocks * m.slab_pages
     return m.kv_pages - m.cached_pages + swapped
 
 

@@ -7,6 +7,7 @@ Pure arithmetic on forecasts.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 TIE = 1e-3
@@ -32,6 +33,7 @@ class Forecast(NamedTuple):
     """Misses that a miss counts for."""
 
 
+@cache
 def weight_of(rank: int) -> float:
     """Return the weight of a request of priority `-rank`."""
     return float(WEIGHT ** -max(-MOST_RANKS, min(MOST_RANKS, rank)))

@@ -19,7 +19,8 @@ from ballast.core.cost import copy_seconds
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
-from ballast.policy.market.claims import BEHIND_ALL, LONGEST_WAIT
+from ballast.policy.market.claims import BEHIND_ALL
+from ballast.policy.market.starvation import starving
 from ballast.policy.plans import eviction
 
 REUSE = 0.05
@@ -72,7 +73,11 @@ def cached_prefixes(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     for m in view.derived(_with_cache):
         # Weights cannot lie on borrowed pages.
         pages = m.cached_pages + (0 if claim.weights else m.cached_borrowed)
-        own = m.first_cached_pages if _is_first_of(m, claim) else 0
+        own = 0
+        if _is_first_of(m, claim):
+            # Where it has not been tried to admit it, its claim counts them as there.
+            uses = not (claim.weights or _is_short(view, m))
+            own = pages if uses else m.first_cached_pages
         if pages > own:
             yield _dropping(view, m, pages - own, m.waiting[0].id if own else "")
 
@@ -106,6 +111,11 @@ def own_prefix(view: DeviceView, claim: Claim) -> Iterator[Offer]:
         gained = m.first_cached_pages - max(0, m.first_pages - claim.pages)
         if gained > 0:
             yield _dropping(view, m, gained, "")
+
+
+def _is_short(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model's first waiting request was refused admission."""
+    return any(s.request_id == m.waiting[0].id for s in view.shortages)
 
 
 def _is_first_of(m: ModelView, claim: Claim) -> bool:
@@ -206,14 +216,6 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
                 return
             if offer.owner != claim.model:
                 yield offer
-
-
-def starving(view: DeviceView, m: ModelView) -> bool:
-    """Whether a model runs nothing, and none of its requests got a token for `LONGEST_WAIT`."""
-    if m.running or not m.waiting:
-        return False
-    served = (r.last for r in m.waiting if r.first is not None)
-    return view.now >= max([m.waiting[0].last, *served]) + LONGEST_WAIT
 
 
 def _busy(view: DeviceView) -> Sequence[Offer]:

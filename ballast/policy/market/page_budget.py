@@ -58,14 +58,13 @@ class PageBudget:
     def needs(self, claim: Claim) -> int:
         """Return the pages that a claim needs, given the offers taken and the holders of segments
         so far."""
-        pages = claim.pages
         if claim.blocks:
             m = self._models[claim.model]
-            left = max(0, claim.blocks - self._blocks.get(claim.model, 0))
-            pages = ceil_div(left, m.slab_blocks) * m.slab_pages
-        elif claim.segments:
-            for s in claim.segments:
-                pages += s.pages * ((not self._holders[s.owner]) - (not s.holders))
+            left = claim.blocks - self._blocks.get(claim.model, 0)
+            return ceil_div(left, m.slab_blocks) * m.slab_pages if left > 0 else 0
+        pages = claim.pages
+        for s in claim.segments:
+            pages += s.pages * ((not self._holders[s.owner]) - (not s.holders))
         return pages
 
     def lacks(self, claim: Claim, needs: int) -> int:
@@ -143,8 +142,9 @@ class PageBudget:
 
     def accept(self, offer: Offer, pages: int) -> int:
         """Take `pages` of an offer, a number returned by `left`; returns the pages gained."""
-        gained, owner = self.gives(offer, pages), offer.owner
+        gained, owner = pages, offer.owner
         if offer.everything:
+            gained = self.gives(offer, pages)
             self._set(self._emptied, owner, True)
             for s in offer.releases:
                 self._set(self._holders, s.owner, self._holders[s.owner] - {owner})
@@ -174,9 +174,8 @@ class PageBudget:
 
     def _note(self, offer: Offer, pages: int) -> None:
         """Count pages as taken."""
-        key, owner = offer.key, offer.owner
-        self._set(self._taken, key, self._taken.get(key, 0) + pages)
-        self._set(self._taken_of, owner, self._taken_of.get(owner, 0) + pages)
+        self._add(self._taken, offer.key, pages)
+        self._add(self._taken_of, offer.owner, pages)
 
     def in_vain(self, claim: Claim, offer: Offer) -> bool:
         """Whether a taken offer has released no segments except those that the claim's own model
@@ -200,6 +199,11 @@ class PageBudget:
             else:
                 table[key] = before
         _, self.coming, self.free, self.borrowed = mark
+
+    def _add(self, table: dict[K, int], key: K, pages: int) -> None:
+        before = table.get(key)
+        self._changes.append((table, key, _ABSENT if before is None else before))
+        table[key] = pages if before is None else before + pages
 
     def _set(self, table: dict[K, V], key: K, value: V) -> None:
         self._changes.append((table, key, table.get(key, _ABSENT)))

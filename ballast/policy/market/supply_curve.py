@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import Protocol
 
@@ -17,8 +18,9 @@ from ballast.policy.market.page_budget import PageBudget
 
 Priced = tuple[float, Offer]
 """An offer with its price per page that a claim can use."""
-
-
+PricedOrBound = tuple[float, Offer | None]
+"""The same; or a price that none of the offers that follow is below (None), so that these are
+computed only where a claim comes to them."""
 _NAMES = {
     "in place": "reading in host memory",
     "cache": "cached prefixes of",
@@ -28,14 +30,23 @@ _NAMES = {
     "model": "all of",
     "request": "request",
     "segments": "weights of",
+    "staged": "blocks to the host of",
 }
 """What operators call the memory of offers, by the first part of their keys."""
+
+
+def memory_of(key: Sequence[str]) -> str:
+    """Return what an operator calls the memory of the offers with a key."""
+    kind, *rest = key
+    return f"{_NAMES.get(kind, kind)} {' of '.join(reversed(rest))}"
 
 
 class OfferTable(Protocol):
     """What one source offers in one decision."""
 
-    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
+    def cheapest(
+        self, budget: PageBudget, claim: Claim, lacked: int
+    ) -> Iterable[Priced] | Iterable[PricedOrBound]:
         """Return offers for a claim that lacks so many pages, and perhaps others that it may not
         take (`Claim.may_take`); prices rise."""
         ...
@@ -60,13 +71,12 @@ class SupplyCurve:
         self._tables = tables
         self._curves: dict[tuple[int, int], _Curve] = {}
         """By a claim's pages, and those that it lacks."""
-        self._texts: dict[tuple[tuple[str, ...], int], str] = {}
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Offer]:
         """Return offers for a claim that lacks so many pages, the cheapest page first."""
-        for table in self._tables:
-            if table.is_own(claim):
-                return _Curve(self._merged(budget, claim, lacked))
+        grows = claim.may_preempt and not (claim.admission or claim.weights)
+        if not grows and any(table.is_own(claim) for table in self._tables):
+            return _Curve(self._merged(budget, claim, lacked))
         curve = self._curves.get((claim.pages, lacked))
         if curve is None:
             curve = _Curve(self._merged(budget, claim, lacked))
@@ -75,23 +85,16 @@ class SupplyCurve:
 
     def take(self, offers: Sequence[Offer]) -> None:
         """Note that offers were taken for good; that of a request changes no other's price."""
-        if any(offer.grain or offer.everything or not offer.undoes for offer in offers):
+        alone = len(offers) == 1 and offers[0].undoes is not None
+        if not alone or offers[0].grain or offers[0].everything:
             changed = [table.take(offers) for table in self._tables]
             if any(changed):
                 self._curves.clear()
         for curve in self._curves.values():
             curve.drop(offers)
 
-    def text(self, offer: Offer) -> str:
-        """Return what an operator calls the memory of an offer, and its price a page."""
-        key = offer.key, offer.pages
-        if key not in self._texts:
-            kind, *rest = offer.key
-            name = f"{_NAMES.get(kind, kind)} {' of '.join(reversed(rest))}"
-            self._texts[key] = f"{name} {offer.price() / offer.pages:.2g}"
-        return self._texts[key]
-
-    def _merged(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
+    def _merged(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[PricedOrBound]:
+        tables: list[Iterable[PricedOrBound]]
         tables = [table.cheapest(budget, claim, lacked) for table in self._tables]
         return heapq.merge(*tables, key=itemgetter(0))
 
@@ -99,22 +102,24 @@ class SupplyCurve:
 class _Curve:
     """Offers by price, known as far as claims have come."""
 
-    def __init__(self, priced: Iterator[Priced]) -> None:
+    def __init__(self, priced: Iterator[PricedOrBound]) -> None:
         self._rest = priced
-        self._known: list[Offer] = []
+        self._known: dict[int, Offer] = {}
+        """By identity, in order."""
 
     def __iter__(self) -> Iterator[Offer]:
         known = self._known
-        yield from known
+        yield from known.values()
         for _, offer in self._rest:
-            known.append(offer)
-            yield offer
+            if offer is not None:
+                known[id(offer)] = offer
+                yield offer
 
     def drop(self, offers: Sequence[Offer]) -> None:
         """Forget indivisible offers that were taken."""
         for offer in offers:
-            if not offer.grain and offer in self._known:
-                self._known.remove(offer)
+            if not offer.grain:
+                self._known.pop(id(offer), None)
 
 
 class ListedOffers:
@@ -182,3 +187,18 @@ def unit_price(budget: PageBudget, offer: Offer, lacked: int) -> float:
     pages = budget.left(offer, lacked)
     useful = min(lacked, budget.gives(offer, pages))
     return offer.price_of(pages) / useful if useful > 0 else math.inf
+
+
+def convex(points: Sequence[tuple[int, float]]) -> Iterator[tuple[tuple[int, float], ...]]:
+    """Yield the edges of the lower convex hull of (pages, harm), pages ascending: the marginal
+    prices of the edges rise."""
+    hull: list[tuple[int, float]] = []
+    for point in points:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return pairwise(hull)
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0]) if b[0] > a[0] else math.inf

@@ -11,23 +11,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from ballast.core.actions import Action, Decision, Reside
-from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
+from ballast.core.price_curve import PriceCurve
+from ballast.core.request import Precedence
+from ballast.core.view import DeviceView, ModelView, Residency, Shortage
+from ballast.policy.admission.late_last import IN_TIME
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
 from ballast.policy.market.clearing import Cleared, clear
-from ballast.policy.market.distortion import Distortion
-from ballast.policy.market.fair_shares import share_out
-from ballast.policy.market.offers import compactions, recalls, starving
+from ballast.policy.market.host_weights import weights_home
+from ballast.policy.market.offers import evictable
 from ballast.policy.market.outlook import FOREVER, Outlook
+from ballast.policy.market.published_prices import made_free, price_curve
+from ballast.policy.market.staged_blocks import bring_home
+from ballast.policy.market.starvation import last_served, owes_first_token, starving
 from ballast.policy.market.supply_curve import ListedOffers, OfferTable, SupplyCurve
-from ballast.policy.market.work_ahead import hopeless, precedence
+from ballast.policy.market.work_ahead import precedence, work_of
 from ballast.policy.memory.balloon import undo_younger_work
+from ballast.policy.memory.defaults import LendAnswer
+from ballast.policy.memory.reactivation import evicted
 from ballast.policy.plans import activation, is_activation, is_eviction, last_plans
+from ballast.policy.requirements import Requirements
 from ballast.policy.supply.cached_blocks import CachedBlocks
-from ballast.policy.supply.host_direct import WeightsInPlace, weights_home
+from ballast.policy.supply.host_direct import WeightsInPlace, priced_to_host
+from ballast.policy.supply.moved_pages import lent_pages, scattered_blocks
 from ballast.policy.supply.parked_models import ParkedModels
 from ballast.policy.supply.preemption import RunningRequests
+from ballast.policy.supply.prewarming import prewarmed
+from ballast.policy.supply.staged_kv import staged_kv
 from ballast.policy.supply.streamed_layers import (
     layer_offers,
     layers_home,
@@ -37,18 +50,18 @@ from ballast.policy.supply.weights import idle_weights
 
 AGAIN = 0.1
 """Seconds after which claims that cost more than they gain are compared again."""
-
-
 ABSENCE_WEIGHT = 0.2
 """Weight of the latest absence of a model in what is learned of them."""
 STARVES_AFTER = 30.0
-"""Seconds after which a model that got nothing is served whatever that costs others."""
+"""Seconds without a token after which a model is served whatever that costs others, though none of
+its requests waits for its first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absences:
     """How long models with requests have been absent, and what their returns displaced: learned, as
-    both depend on how much there is to do."""
+    both depend on how much there is to do. Absences count as long as requests that wait for their
+    end can be in time: after that nobody is in a hurry to end them."""
 
     since: Mapping[str, float] = field(default_factory=dict)
     """Models that wait for others, or made way for them, and since when."""
@@ -56,9 +69,13 @@ class Absences:
     """Seconds of such absences that have ended; None: none has."""
     displacing: float = 0.0
     """Part of the returns for which other models with requests had to make way."""
+    gone: frozenset[str] = frozenset()
+    """Models that made way for others, and have not been back since."""
 
     def updated(self, view: DeviceView) -> Absences:
         """Return these as of a view: those that have ended are counted."""
+        if not self.since and not self.gone:
+            return self
         since: dict[str, float] = {}
         mean = self.mean
         for m in view.models:
@@ -68,25 +85,31 @@ class Absences:
             if m.residency is Residency.RESIDENT:
                 seconds = view.now - at
                 mean = seconds if mean is None else mean + ABSENCE_WEIGHT * (seconds - mean)
-            elif m.waiting:
+            elif m.waiting and not _is_lost(view, m):
                 since[m.name] = at
-        return replace(self, since=since, mean=mean)
+        gone = evicted(view, self.gone, ()) if self.gone else self.gone
+        return replace(self, since=since, mean=mean, gone=gone)
 
     def begun(self, view: DeviceView, cleared: Cleared) -> Absences:
         """Return these with those that a decision begins."""
-        evicted = [a.model for a in cleared.actions if isinstance(a, Reside) and is_eviction(a)]
-        parked = [name for name in evicted if not view.model(name).idle]
+        taken = [a.model for a in cleared.actions if isinstance(a, Reside) and is_eviction(a)]
+        parked = [name for name in taken if not view.model(name).idle]
         waits = [claim.model for claim in cleared.uncovered if claim.weights]
+        waits = [name for name in waits if not _is_lost(view, view.model(name))]
+        if not (taken or waits or self.since or self.gone):
+            return self
         displacing = self.displacing
         for a in cleared.actions:
-            if is_activation(view, a) and isinstance(a, Reside) and a.model in self.since:
+            if isinstance(a, Reside) and a.model in self.since and is_activation(view, a):
                 displacing += ABSENCE_WEIGHT * (bool(parked) - displacing)
         begun = dict.fromkeys([*parked, *waits], view.now)
-        return replace(self, since=begun | dict(self.since), displacing=displacing)
+        gone = evicted(view, self.gone, cleared.actions) if taken or self.gone else self.gone
+        return replace(self, since=begun | dict(self.since), displacing=displacing, gone=gone)
 
     def turn(self, view: DeviceView) -> float | None:
-        """Return the seconds that a model with requests is expected to be absent; None: nothing is
-        known yet."""
+        """Return the seconds that a model which is absent is expected to be so still; None: nothing
+        is known yet. Those that find no way to come make it long: they say nothing of how long one
+        that makes way now would be absent (`mean`)."""
         ages = [view.now - at for at in self.since.values()]
         age = sum(ages) / len(ages) if ages else 0.0
         return None if self.mean is None else min(FOREVER, max(self.mean, age))
@@ -99,12 +122,14 @@ class Arbiter(MemoryPolicy):
     Sources, each of which can be switched off (0): `reuse`, cached prefixes; `idle`, weights of
     idle models; `parking`, weights of models with requests; `streaming`, layers that passes then
     read through slots; `in_place`, weights that passes read in host memory instead of coming;
-    `preempting`, running requests. `spilling` 0: KV that tiers below the device
-    keep is priced as if it had to be computed again.
+    `staging`, KV blocks that steps then read on the host; `preempting`, running requests.
+    `prewarming` 0: models that made way come back only when they are requested. `spilling` 0: KV
+    that tiers below the device keep is priced as if it had to be computed again.
 
-    Estimates, each with a factor by which it is wrong (1: as learned; 0: nothing is known):
-    `arrivals`, when requests come; `lengths`, of outputs; `reused`, part of prompts that is cached;
-    `freed`, when running requests free their pages.
+    `survival` 0: cached prefixes of a model are all as likely to be used again, however old.
+
+    `freed`: factor by which the forecast of when running requests free their pages is wrong, for
+    ablations (0: nothing is known).
     """
 
     reuse: float = 1
@@ -114,33 +139,33 @@ class Arbiter(MemoryPolicy):
     streaming: float = 0
     spilling: float = 1
     in_place: float = 0
-    arrivals: float = 1
-    lengths: float = 1
-    reused: float = 1
+    staging: float = 0
+    prewarming: float = 1
+    survival: float = 1
     freed: float = 1
-    fair_shares: float = 1
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(kv_staging=bool(self.staging))
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        view = Distortion(self.arrivals, self.lengths, self.reused).of(view)
-        sharing = share_out(view, fair=bool(self.fair_shares))
-        view = sharing.view
         absences = (memo if isinstance(memo, Absences) else Absences()).updated(view)
-        ahead = Outlook(
-            view,
-            turn=absences.turn(view),
-            displacing=absences.displacing,
-            fetches=bool(self.spilling),
-            freed=self.freed,
-        )
+        ahead = self._outlook(view, absences)
         claims = list(_claims(ahead))
         if not claims:
             free = view.free - view.promised
             home = layers_home(view, layer_offers(view), free)
             if self.in_place and not home:
                 home = weights_home(view, free)
-            return Decision((*sharing.holds, *home), absences, None, (), sharing.holding)
-        cleared = clear(view, claims, self._supply(ahead), ahead.reserve)
-        actions = [*sharing.holds, *last_plans(cleared.actions)]
+            if self.staging and not home:
+                home = bring_home(view, max(0, free - ahead.reserve))
+            wake = None
+            if self.prewarming and absences.gone and not home:
+                home, wake = prewarmed(ahead, free, absences.gone)
+            return Decision(tuple(home), absences, wake)
+        reserve = ahead.reserve if claims[0].weights else 0  # those of weights come first
+        cleared = clear(view, claims, self._supply(ahead), reserve)
+        actions = last_plans(cleared.actions)
         if self.streaming:
             layers = layer_offers(view)
             actions = layers.choose(view, actions)
@@ -148,20 +173,52 @@ class Arbiter(MemoryPolicy):
                 actions += layers_home(view, layers, cleared.free)
         wake = view.now + AGAIN if cleared.uncovered and _moving(view) else None
         absences = absences.begun(view, cleared)
-        return Decision(tuple(actions), absences, wake, cleared.promises, sharing.holding)
+        return Decision(tuple(actions), absences, wake, cleared.promises)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
         """Undo younger work at once, of any model."""
         return undo_younger_work(view)
 
+    def prices(self, view: DeviceView, memo: object) -> PriceCurve:
+        ahead = self._outlook(view, memo if isinstance(memo, Absences) else Absences())
+        undoing = RunningRequests(ahead).least if view.shortages else 0.0
+        return price_curve(ahead, self._spare(ahead), undoing)
+
+    def lend(self, view: DeviceView, to: str, pages: int) -> LendAnswer:
+        """Free what harms least, without undoing work."""
+        spare = self._spare(self._outlook(view, Absences()))
+        return LendAnswer(made_free(view, spare, to, pages))
+
+    def _outlook(self, view: DeviceView, absences: Absences) -> Outlook:
+        return Outlook(
+            view,
+            turn=absences.turn(view),
+            parked=absences.mean,
+            displacing=absences.displacing,
+            fetches=bool(self.spilling),
+            freed=self.freed,
+            survival=bool(self.survival),
+        )
+
+    def _spare(self, ahead: Outlook) -> SupplyCurve:
+        """Return what can be lent to other devices: pages that undo no work."""
+        tables: list[OfferTable] = [CachedBlocks(ahead)] if self.reuse else []
+        tables.append(ListedOffers(scattered_blocks(ahead)))
+        if self.idle:
+            tables.append(ListedOffers(idle_weights(ahead)))
+        return SupplyCurve(tables)
+
     def _supply(self, ahead: Outlook) -> SupplyCurve:
         view = ahead.view
         tables: list[OfferTable] = [CachedBlocks(ahead)] if self.reuse else []
-        listed = [ListedOffers(view.derived(compactions)), ListedOffers(view.derived(recalls))]
+        listed = [ListedOffers(scattered_blocks(ahead)), ListedOffers(lent_pages(ahead))]
         if self.idle:
             listed.append(ListedOffers(idle_weights(ahead)))
         if self.in_place:
             tables.append(WeightsInPlace(ahead))
+            listed.append(ListedOffers(priced_to_host(ahead)))
+        if self.staging:
+            listed.append(ListedOffers(staged_kv(ahead)))
         if self.streaming:
             listed.append(ListedOffers(streamed_layers(ahead, layer_offers(view))))
         tables += (offers for offers in listed if offers)
@@ -175,40 +232,66 @@ class Arbiter(MemoryPolicy):
 def _claims(ahead: Outlook) -> Iterator[Claim]:
     """Yield the claims of a view: of models to come, of requests that wait, of those that run."""
     view = ahead.view
-    short = {(s.model, s.request_id): s for s in view.shortages if not s.limited}
-    for m in view.models:
-        if m.waiting and not m.held:
+    waiting = [m for m in view.models if m.waiting and not m.held]
+    absent = [m for m in waiting if m.residency is Residency.ABSENT]
+    if absent:
+        for m, gain in zip(absent, _gains_of_coming(ahead, absent), strict=True):
+            yield _owed(view, m, _activation(ahead, m, gain))
+    if len(absent) < len(waiting):
+        short = {(s.model, s.request_id): s for s in view.shortages if not s.limited}
+        for m in waiting:
+            if m.residency is Residency.ABSENT:
+                continue
             first = m.waiting[0]
             lack = short.get((m.name, first.id))
-            if m.residency is Residency.ABSENT:
-                yield _activation(ahead, m)
-            elif lack is not None:
-                yield _admission(ahead, m, lack)
+            if lack is not None:
+                yield _owed(view, m, _admission(ahead, m, lack))
             elif not m.running and m.residency in (Residency.RESIDENT, Residency.ACTIVATING):
-                pages = max(0, m.first_pages - view.borrowable(m))
+                pages = view.first_lacks(m)
                 gain = _gain(ahead, m, pages)
-                yield Claim(m.name, first.order, pages, may_preempt=False, gain=gain)
-    for s in view.shortages:
-        if not s.limited:
-            m = view.model(s.model)
-            r = m.derived(_running).get(s.request_id)
-            if r is not None:
-                yield _growth(ahead, m, r, s)
+                claim = Claim(m.name, first.order, pages, may_preempt=False, gain=gain)
+                yield _owed(view, m, claim)
+    yield from _growths(ahead)
 
 
-def _running(m: ModelView) -> Mapping[str, RequestView]:
-    """Return the running requests by their ids."""
-    return {r.id: r for r in m.running}
-
-
-def _growth(ahead: Outlook, m: ModelView, r: RequestView, lack: Shortage) -> Claim:
-    """Return the claim of a running request that cannot go on; a hopeless one undoes no work of
+def _growths(ahead: Outlook) -> Iterator[Claim]:
+    """Yield the claims of running requests that cannot go on; a hopeless one undoes no work of
     others that are not."""
-    order = r.order if ahead.is_first(r) else precedence(ahead.now, m, r)
-    return Claim(m.name, r.order, lack.pages, may_preempt=True, blocks=lack.blocks, undoing=order)
+    now, by_name = ahead.now, ahead.view.by_name
+    for s in ahead.view.shortages:
+        if not s.limited:
+            m = by_name[s.model]
+            found = m.derived(_running).get(s.request_id)
+            if found is not None:
+                order, lost = found
+                last = precedence(order, lost < now and order != ahead.first)
+                yield Claim(s.model, order, s.pages, True, s.blocks, undoing=last)
 
 
-def _activation(ahead: Outlook, m: ModelView) -> Claim:
+def _owed(view: DeviceView, m: ModelView, claim: Claim) -> Claim:
+    """Return the claim of a model that starves as one for memory that no request uses, at any
+    price, where that suffices: its weights and the KV of one request are each model's floor."""
+    if claim.gain == math.inf or not starving(view, m):
+        return claim
+    if claim.pages > view.coming + view.borrowed + view.derived(_unused_pages):
+        return claim
+    return claim._replace(gain=math.inf, unused_only=True)
+
+
+def _unused_pages(view: DeviceView) -> int:
+    """Return the pages of cached prefixes and of idle models."""
+    idle = (m.present_pages for m in view.models if m.idle and evictable(m))
+    return sum(m.cached_pages for m in view.models) + sum(idle)
+
+
+def _running(m: ModelView) -> Mapping[str, tuple[Precedence, float]]:
+    """Return the precedence of each running request by its id, and when it is hopeless."""
+    work = m.derived(work_of)
+    lost = work.lost[work.waiting :].tolist()
+    return {r.id: (r.order, at) for r, at in zip(m.running, lost, strict=True)}
+
+
+def _activation(ahead: Outlook, m: ModelView, gain: float) -> Claim:
     """Return the claim of an absent model: its missing weights, and KV of its first request."""
     view, first = ahead.view, m.waiting[0]
     kv = max(0, m.first_pages - view.borrowable(m))
@@ -224,7 +307,7 @@ def _activation(ahead: Outlook, m: ModelView) -> Claim:
         first_pages=kv,
         segments=m.shared,
         then=partial(_activate, view, m),
-        gain=_gain_of_coming(ahead, m),
+        gain=math.inf if _starves(view, m) else gain,
         overdue=_starves(view, m),
     )
 
@@ -235,18 +318,18 @@ def _activate(view: DeviceView, m: ModelView, _: int) -> Sequence[Action]:
 
 def _admission(ahead: Outlook, m: ModelView, lack: Shortage) -> Claim:
     """Return the claim of a resident model's first waiting request; it takes the pages of hopeless
-    requests alone."""
+    requests alone, and keeps what becomes free unless admission has left it out."""
     first, starves = m.waiting[0], _starves(ahead.view, m)
     return Claim(
         m.name,
         first.order,
         lack.pages,
-        may_preempt=starves or not hopeless(ahead.now, m, first),
+        may_preempt=starves or not m.derived(work_of).lost[0] < ahead.now,
         blocks=lack.blocks,
         admission=True,
         undoing=None if starves else first.order._replace(arrival=math.inf, sequence=-1),
         gain=_gain(ahead, m, lack.pages),
-        overdue=first.place < 0 or starves,
+        overdue=starves or first.place <= IN_TIME,
     )
 
 
@@ -259,13 +342,17 @@ def _gain(ahead: Outlook, m: ModelView, pages: int) -> float:
     return ahead.rise_of_first(m, ahead.coming.wait(pages + ahead.backlog - view.coming))
 
 
-def _gain_of_coming(ahead: Outlook, m: ModelView) -> float:
-    """Return the harm of a model's absence for a turn more, less that of bringing it now."""
-    if _starves(ahead.view, m):
-        return math.inf
-    copy = ahead.copy_seconds(m.missing_pages)
-    turn = ahead.turn + copy
-    return ahead.rise_of_waiting(m, turn, copy) + ahead.arrivals_harm(m, turn)
+def _gains_of_coming(ahead: Outlook, models: Sequence[ModelView]) -> Sequence[float]:
+    """Return, for each of some absent models, the harm of its absence for a turn more, less that of
+    bringing it now."""
+    copies = np.array([ahead.copy_seconds(m.missing_pages) for m in models])
+    return ahead.harms_of_a_turn(models, ahead.turn, copies, copies)
+
+
+def _is_lost(view: DeviceView, m: ModelView) -> bool:
+    """Whether all waiting requests of a model will miss their levels whatever is done."""
+    work = m.derived(work_of)
+    return bool((work.lost[: work.waiting] < view.now).all())
 
 
 def _moving(view: DeviceView) -> bool:
@@ -274,11 +361,17 @@ def _moving(view: DeviceView) -> bool:
 
 
 def _starves(view: DeviceView, m: ModelView) -> bool:
-    """Whether a model has got nothing for `STARVES_AFTER`: of such models the one that has waited
-    longest must be served."""
-    starved = [o.waiting[0].order for o in view.models if _got_nothing(view, o)]
-    return _got_nothing(view, m) and m.waiting[0].order == min(starved)
+    """Whether a model owes a first token, or has got nothing for `STARVES_AFTER`: of such models
+    the one that has waited longest must be served."""
+    return view.derived(_longest_starved) == m.name
 
 
-def _got_nothing(view: DeviceView, m: ModelView) -> bool:
-    return starving(view, m) and view.now >= m.waiting[0].last + STARVES_AFTER
+def _longest_starved(view: DeviceView) -> str | None:
+    """Return the model that has got nothing for longest, of those that must be served."""
+    found = [(m.derived(last_served), m.name) for m in view.models if _must_be_served(view, m)]
+    return min(found)[1] if found else None
+
+
+def _must_be_served(view: DeviceView, m: ModelView) -> bool:
+    starves = view.now >= m.derived(last_served) + STARVES_AFTER
+    return starves or owes_first_token(view, m)

@@ -1,8 +1,9 @@
 """Decide what all memory policies decide alike unless one overrides it.
 
 Make room for a new model's activations and for KV that leaves borrowed pages, evict models whose
-time to live is over, answer an operator's order to lend pages, and choose the last resort when no
-request can go on. `ballast.policy.base.MemoryPolicy` has these as its defaults.
+time to live is over, keep models within their `limit`, answer an operator's order to lend pages,
+and choose the last resort when no request can go on. `ballast.policy.base.MemoryPolicy` has these
+as its defaults.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ballast.core.actions import RECALL_SECONDS, Action, DropCache, Recall, Refuse, Reside
+from ballast.core.actions import RECALL_SECONDS, Action, DropCache, Preempt, Recall, Refuse, Reside
 from ballast.core.model import kv_room
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
@@ -21,15 +22,14 @@ KV_COMES_HOME = "KV comes home from borrowed pages"
 """Reasons of actions, as recorded in the story."""
 
 
-def caches_in_order(view: DeviceView, pages: int) -> Sequence[Action]:
+def caches_in_order(view: DeviceView, pages: int, why: str = ACTIVATIONS_GROW) -> Sequence[Action]:
     """Drop `pages` of cached prefixes, model after model in the fleet's order, or all that are
     cached if these are fewer."""
     drops = []
     for m in view.models:
         if pages > 0 and m.cached_pages:
-            drops.append(DropCache(m.name, pages, ACTIVATIONS_GROW))
-            if not m.kv_swapping:  # while its layers change, dropping may free no page
-                pages -= m.cached_pages
+            drops.append(DropCache(m.name, pages, why))
+            pages -= m.cached_pages
     return drops
 
 
@@ -108,6 +108,22 @@ def _is_awaited(view: DeviceView) -> bool:
     return bool(view.shortages) or any(m.waiting for m in view.models)
 
 
+def within_caps(view: DeviceView) -> list[Action]:
+    """Preempt the youngest request of each model that may have no more KV, by its `limit` in the
+    fleet file, where a running request needs it and is older. Only those younger make way: others
+    have nothing that it may have."""
+    actions: list[Action] = []
+    for s in view.shortages:
+        m = view.model(s.model)
+        if not s.limited or m.cap is None or m.kv_pages - m.cached_pages + s.pages <= m.cap:
+            continue
+        short = next((r for r in m.running if r.id == s.request_id), None)
+        if short is not None and m.running[-1].order > short.order:
+            why = f"{m.name} may have no more memory, and an older request needs it"
+            actions.append(Preempt(m.name, m.running[-1].id, why))
+    return actions
+
+
 def last_resort(view: DeviceView) -> Sequence[Action]:
     """Recall all pages lent to other devices; if none are lent, fail one request."""
     if view.lent:
@@ -155,11 +171,12 @@ def pages_alone(m: ModelView, r: RequestView) -> int:
     """Pages of KV cache that the request needs in order to go on."""
     if r.streams:
         return m.slab_pages
-    return ceil_div(ceil_div(r.tokens, m.spec.block_tokens), m.slab_blocks) * m.slab_pages
+    return ceil_div(m.spec.blocks_of(r.tokens), m.slab_blocks) * m.slab_pages
 
 
 def _room_alone(view: DeviceView, m: ModelView) -> int:
     """Pages of KV cache that one request of `m` has with the device to itself."""
     here = () if view.weights_in_place else view.models
     there = [o.spec for o in here if o.spec.pinned or o is m]
-    return kv_room(view.total - view.arena, there, view.page_bytes, m.limit)
+    room = kv_room(view.total - view.arena, there, view.page_bytes, m.limit)
+    return m.guaranteed_pages + (room if m.cap is None else min(room, m.cap))

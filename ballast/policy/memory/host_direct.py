@@ -1,4 +1,7 @@
-"""Leave all weights in host memory, where passes read them; the device holds KV (C2CServe, 4).
+"""Leave weights in host memory, where passes read them; the device holds KV (C2CServe, 4).
+
+Pages that KV leaves free hold weights of models that are hot, segment by segment, until KV needs
+them (decision 110).
 
 The memory policy of preset `c2cserve`.
 """
@@ -13,6 +16,12 @@ from ballast.core.view import DeviceView, Residency
 from ballast.policy.base import PlacedModels
 from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.cover import cover
+from ballast.policy.market.host_weights import (
+    copies_to_pages,
+    idle_weights_to_host,
+    weights_home,
+    weights_to_host,
+)
 from ballast.policy.market.offers import (
     cached_prefixes,
     lent_pages,
@@ -24,7 +33,16 @@ from ballast.policy.memory.defaults import last_resort, unservable
 from ballast.policy.plans import activation
 from ballast.policy.requirements import Requirements
 
-_SOURCES = (cached_prefixes, loose_blocks, lent_pages, younger_requests, own_prefix)
+_SOURCES = (
+    copies_to_pages,
+    idle_weights_to_host,
+    cached_prefixes,
+    loose_blocks,
+    lent_pages,
+    weights_to_host,
+    younger_requests,
+    own_prefix,
+)
 _AT_ONCE = -1.0
 """Patience that makes every claim overdue at once, whatever the model's service level."""
 
@@ -33,8 +51,8 @@ _AT_ONCE = -1.0
 class HostDirect(PlacedModels):
     """Read every model's weights in place; share all pages of the device among the models' KV.
 
-    A model is mapped when it is first asked for, and stays: it takes no pages while it is idle but
-    those of cached prefixes, which make way for others' KV. For requests that cannot go on, or have
+    A model is mapped when it is first asked for, and stays: while it is idle, its cached prefixes
+    and its weights on pages make way for others. For requests that cannot go on, or have
     waited for `patience` of their TTFT service level, younger requests are preempted.
     """
 
@@ -46,6 +64,9 @@ class HostDirect(PlacedModels):
     """0: `os_share` stays as it is. On CPU neither means anything."""
     os_share: float = 0
     """Share of output-stationary columns at the start (C2CServe, 6.4)."""
+    promote: float = 1
+    """1: weights of hot models come onto pages that are free; 0: all stay in host memory, as the
+    paper has it. Nothing comes where host memory is the device's."""
 
     @property
     def requires(self) -> Requirements:
@@ -59,6 +80,8 @@ class HostDirect(PlacedModels):
         ]
         claims, wake = kv_claims(view, waiting=True, patience=self.patience)
         covered = cover(view, claims, _SOURCES)
+        if self.promote and not claims:
+            actions += weights_home(view, view.free - view.promised)
         return Decision((*actions, *covered.actions), None, wake, covered.promises)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:

@@ -23,6 +23,7 @@ from ballast.policy.market.offers import (
     younger_models,
     younger_requests,
 )
+from ballast.policy.market.starvation import next_owed, owes_first_token
 from ballast.policy.memory.balloon import undo_younger_work
 from ballast.policy.memory.static import cover_limited, recalls, request_pages
 from ballast.policy.plans import activation, eviction
@@ -45,7 +46,8 @@ class LeastRecentlyUsed(MemoryPolicy):
     Loaded models stay while they fit. For the absent model whose request has waited longest, idle
     models are evicted, the least recently used first. If that is not enough, the model that has
     been loaded for longest, and for at least `quantum` seconds, admits no more requests, finishes
-    its running ones, and is evicted. Within its reservation a model preempts its own youngest
+    its running ones, and is evicted; at once, if the absent model owes a first token
+    (`starvation.owes_first_token`). Within its reservation a model preempts its own youngest
     request.
     """
 
@@ -60,7 +62,9 @@ class LeastRecentlyUsed(MemoryPolicy):
             if m.limit != reserved[m.name]
         ]
         loaded = _loaded_since(view, memo)
-        wanted = sorted((m for m in view.models if _wanted(m)), key=oldest)
+        wanted = [m for m in view.models if _wanted(m)]
+        owed = {m.name for m in wanted if owes_first_token(view, m)}
+        wanted.sort(key=lambda m: (m.name not in owed, oldest(m)))
         room = Reservations(view, reserved)
         draining: set[str] = set()
         wake = None
@@ -68,7 +72,8 @@ class LeastRecentlyUsed(MemoryPolicy):
             evictions = room.evict_for(heir, _idle_by_last_use(view))
             if evictions is None:
                 draining, wake = self._drain_for(view, heir, room, loaded)
-                ready = [m for m in view.models if m.name in draining and not m.running]
+                drained = (m for m in view.models if m.name in draining)
+                ready = [m for m in drained if heir.name in owed or not m.running]
                 evictions = room.evict_for(heir, [*_idle_by_last_use(view), *ready])
             if evictions is None:
                 break
@@ -91,6 +96,7 @@ class LeastRecentlyUsed(MemoryPolicy):
         within = replace(view, shortages=tuple(s for s in view.shortages if s.limited))
         limited, _ = kv_claims(within, waiting=False)
         actions += [*covered.actions, *cover_limited(view, limited, [own_younger_requests])]
+        wake = earliest(wake, next_owed(view) if wanted else None)
         return Decision(tuple(actions), loaded, wake, covered.promises)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:

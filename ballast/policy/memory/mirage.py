@@ -311,7 +311,7 @@ def _refusals(view: DeviceView, layers: LayerOffers) -> list[Action]:
         for m in view.models
         for r in m.waiting[:1]
         if r.id in short
-        and (needed := pages_alone(m, r)) > room
+        and (needed := pages_alone(m, r) - m.guaranteed_pages) > room
         and needed > room + sum(_lendable(view, layers, o, [r] if o is m else ()) for o in here)
     ]
 

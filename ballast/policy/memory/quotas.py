@@ -164,7 +164,7 @@ def wanted(m: ModelView) -> int:
 
 def pages_of(m: ModelView, lengths: Sequence[int]) -> int:
     """Return the pages for KV of sequences of the given lengths in tokens, none of it shared."""
-    blocks = sum(ceil_div(tokens, m.spec.block_tokens) for tokens in lengths)
+    blocks = sum(m.spec.blocks_of(tokens) for tokens in lengths)
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 

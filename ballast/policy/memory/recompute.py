@@ -1,17 +1,18 @@
 """Keep all weights resident, and preempt requests by recomputation when KV runs short (vLLM).
 
-The memory policy of preset `recompute`: the baseline of the papers. `mirage` and `kvswap` share its
-parts.
+The memory policy of preset `recompute`: the baseline of the papers. `mirage` shares its parts, and
+`kvswap` extends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Action, Decision, Promise
 from ballast.core.view import DeviceView
 from ballast.policy.base import PlacedModels
+from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.claims import activation_claims, earliest, kv_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
@@ -22,6 +23,7 @@ from ballast.policy.market.offers import (
     own_prefix,
     own_younger_requests,
 )
+from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.static import (
     Division,
     cover_limited,
@@ -72,24 +74,51 @@ class Recompute(PlacedModels):
         fair = bool(self.fair_shares and self.pooled and turns is None)
         sharing = share_out(view, fair=fair)
         view = sharing.view
-        wake, promises = None, tuple[Promise, ...]()
+        wake, promises, budget = None, tuple[Promise, ...](), None
+        sparing = self.sparing()
         if self.pooled:
             absent, absent_at = activation_claims(view, PATIENCE)
             absent = [c for c in absent if c.model in standing.division.pages]
             short, short_at = kv_claims(view, waiting=True, patience=PATIENCE)
-            sources = [cached_prefixes, loose_blocks, lent_pages, sharing.younger, own_prefix]
-            short, limited = part_limited(view, short)
+            sources = [cached_prefixes, loose_blocks, lent_pages, *sparing]
+            sources += [sharing.younger, own_prefix]
+            short, limited = part_limited(view, self.unmet(view, short))
             covered = cover(view, [*absent, *short], sources, by_price=bool(self.by_price))
-            freeing, promises = covered.actions, covered.promises
-            freeing += cover_limited(view, limited, [own_younger_requests])
+            freeing, promises, budget = covered.actions, covered.promises, covered.budget
+            freeing += cover_limited(view, limited, [*sparing, own_younger_requests])
             wake = earliest(absent_at, short_at)
         else:
-            claims, _ = kv_claims(view, waiting=False)
-            freeing = cover_within(view, claims, [own_younger_requests])
-        ended = hold(whole, standing, turns, promises, freed=bool(freeing))
+            # Within a share, waiting requests keep no pages from running ones.
+            short, _ = kv_claims(view, waiting=bool(sparing))
+            short = self.unmet(view, short)
+            running = [c for c in short if c.may_preempt]
+            freeing = cover_within(view, running, [*sparing, own_younger_requests])
+            if sparing and not freeing:
+                waiting = [c for c in short if not c.may_preempt]
+                freeing = cover_within(view, waiting, sparing)
+        ended = hold(whole, standing, turns, promises, freed=self.freed(view, freeing))
         wake = earliest(wake, ended.up_at)
         actions += [*sharing.holds, *ended.holds, *freeing]
+        if not view.shortages:
+            actions += self.when_free(view, budget)
         return Decision(tuple(actions), ended.standing, wake, ended.promises, sharing.holding)
+
+    def sparing(self) -> Sequence[Source]:
+        """Return sources of pages that are taken before any request is preempted."""
+        return ()
+
+    def unmet(self, view: DeviceView, claims: list[Claim]) -> list[Claim]:
+        """Return the claims without those whose model is about to free pages."""
+        return claims
+
+    def freed(self, view: DeviceView, actions: Sequence[Action]) -> bool:
+        """Return whether pages have been freed, or are about to be."""
+        return bool(actions)
+
+    def when_free(self, view: DeviceView, budget: PageBudget | None) -> list[Action]:
+        """Return what to do where no request lacks pages; `budget`: the pool's, None: each model
+        has its share."""
+        return []
 
 
 def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobinTurns | None:

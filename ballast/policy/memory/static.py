@@ -58,7 +58,7 @@ def _fill(
 
 def request_pages(m: ModelView) -> int:
     """Return the KV pages of the longest request to expect of a model."""
-    blocks = ceil_div(m.spec.longest_request, m.spec.block_tokens)
+    blocks = m.spec.blocks_of(m.spec.longest_request)
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 

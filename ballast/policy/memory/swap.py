@@ -12,7 +12,7 @@ from ballast.core.actions import Action, Decision, Hold, Reside
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
-from ballast.policy.market.claims import shortage_claims
+from ballast.policy.market.claims import earliest, shortage_claims
 from ballast.policy.market.cover import cover, gather
 from ballast.policy.market.offers import (
     cached_prefixes,
@@ -23,6 +23,7 @@ from ballast.policy.market.offers import (
     younger_requests,
 )
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.starvation import next_owed, owes_first_token
 from ballast.policy.memory.temporal_sharing import ModelTurn, TurnPhase, phase
 from ballast.policy.plans import activation, evicted_pages, eviction, is_eviction
 
@@ -33,7 +34,8 @@ class WholeModels(MemoryPolicy):
 
     The present model keeps the device while it has requests; once requests of others have waited
     and its weights have been there for `quantum` seconds, it admits no more, finishes its running
-    ones, and is evicted. `preemptive`: it is evicted at once, between two tokens, but for its
+    ones, and is evicted. `preemptive`, or while another model owes a first token
+    (`starvation.owes_first_token`): it is evicted at once, between two tokens, but for its
     embeddings; its requests go on from their KV, which stays on the device, in its next turn.
     """
 
@@ -44,7 +46,9 @@ class WholeModels(MemoryPolicy):
         present = {m.name for m in view.models}
         turn = memo if isinstance(memo, ModelTurn) and memo.model in present else None
         others = [m for m in view.models if m.waiting and (turn is None or m.name != turn.model)]
-        heir = min(others, key=oldest, default=None)
+        owed = [m for m in others if owes_first_token(view, m)]
+        preempts = bool(self.preemptive or owed)
+        heir = min(owed or others, key=oldest, default=None)
         if turn is None:
             if heir is None:
                 return Decision()
@@ -67,10 +71,10 @@ class WholeModels(MemoryPolicy):
                 actions.append(Hold(current.name, False, why="nobody else waits"))
             return Decision(tuple(actions), turn, promises=covered.promises)
         over_at = turn.since + self.quantum
-        at = phase(turn, current, view.now, self.quantum, bool(self.preemptive))
+        at = phase(turn, current, view.now, self.quantum, preempts)
         if at is TurnPhase.OVER and resident:
             actions.append(Hold(current.name, False))
-            evict = self._eviction(current, heir)
+            evict = self._eviction(current, heir, preempts=preempts)
             beside = heir.missing_pages <= view.free - view.promised
             if beside and any(current.name in s.holders for s in heir.shared):
                 # Activate it before the eviction, so that shared segments are not loaded again.
@@ -80,12 +84,13 @@ class WholeModels(MemoryPolicy):
         if at is TurnPhase.DRAINS and not current.held and resident:
             actions.append(Hold(current.name, True, why=f"its turn is over, {heir.name} waits"))
         wake = over_at if view.now < over_at < inf else None
-        return Decision(tuple(actions), turn, wake, covered.promises)
+        return Decision(tuple(actions), turn, earliest(wake, next_owed(view)), covered.promises)
 
-    def _eviction(self, current: ModelView, heir: ModelView) -> Reside:
+    @staticmethod
+    def _eviction(current: ModelView, heir: ModelView, *, preempts: bool) -> Reside:
         """Return the eviction at the end of a turn: of all but embeddings where requests go on."""
         parts = current.plan.parts
-        keeps = bool(self.preemptive and current.running and len(parts) > 1)
+        keeps = bool(preempts and current.running and len(parts) > 1)
         pages = sum(parts[:-1]) if keeps else None
         return eviction(current, f"{heir.name} is next", pages)
 

@@ -19,6 +19,7 @@ from ballast.policy.market.cover import cover
 from ballast.policy.market.offers import cached_prefixes
 from ballast.policy.market.staged_blocks import bring_home, staged_blocks
 from ballast.policy.memory.balloon import AT_ONCE, Balloon
+from ballast.policy.memory.defaults import LendAnswer, caches_in_order
 from ballast.policy.requirements import Requirements
 
 
@@ -47,9 +48,15 @@ class SwiftCache(Balloon):
         found = cover(view, [*absent, *short], [cached_prefixes, staged_blocks(inf)]).actions
         return found or Balloon.when_stuck(self, view)
 
+    def lend(self, view: DeviceView, to: str, pages: int) -> LendAnswer:
+        """Cached prefixes make way for what is lent."""
+        return LendAnswer(
+            caches_in_order(view, pages - view.free + view.promised, f"{to} borrows pages")
+        )
+
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         decision = Balloon.__call__(self, view, memo)
         if view.shortages or decision.actions:
             return decision
-        spare = view.free - round(self.reserve * (view.total - view.arena))
+        spare = view.free - view.promised - round(self.reserve * (view.total - view.arena))
         return replace(decision, actions=tuple(bring_home(view, max(0, spare))))

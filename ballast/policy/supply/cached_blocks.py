@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 from ballast.core.actions import DropCache
@@ -14,7 +15,7 @@ from ballast.core.view import ModelView
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.market.supply_curve import ListedOffers, Priced, by_price
+from ballast.policy.market.supply_curve import ListedOffers, Priced, by_price, convex
 
 REUSE = 0.05
 """Part of cached prefixes that is used again, as long as nothing is known."""
@@ -48,6 +49,9 @@ class CachedBlocks:
         if m is None:
             return found
         others = (priced for priced in found if priced[1].owner != m.name)
+        shortages = self._ahead.view.shortages
+        if not claim.weights and all(s.request_id != m.waiting[0].id for s in shortages):
+            return others  # its claim counts its own as there
         own = by_price(budget, self._of(m, claim.weights, m.first_cached_pages), lacked)
         return heapq.merge(others, own, key=itemgetter(0))
 
@@ -81,10 +85,34 @@ def _by_use(ahead: Outlook, m: ModelView, pages: int, spare: str) -> Iterator[Of
         return DropCache(m.name, n, why=f"{claim.model} needs pages", spare=spare)
 
     free = (pages - needed) // m.slab_pages * m.slab_pages
-    for end, price in ((free, m.traffic.reused(REUSE) * per_page), (pages, per_page)):
+    for end, price in (*_by_age(ahead, m, free), (pages, 1.0)):
         if end > 0:
-            total = partial(float, price * end)
+            total = partial(float, price * per_page * end)
             yield Offer(key, m.name, end, total, act, grain=m.slab_pages, cumulative=True)
+
+
+def _by_age(ahead: Outlook, m: ModelView, pages: int) -> Iterator[tuple[int, float]]:
+    """Yield the ends of parts of a model's cached pages, in the order in which they are dropped,
+    and the chance that each page of the part is used again, which rises."""
+    chances = m.cached_chances if ahead.survival else ()
+    if not chances or pages < len(chances) * m.slab_pages:
+        yield pages, chances_of(ahead, m)
+        return
+    edges = [
+        round(pages * k / len(chances)) // m.slab_pages * m.slab_pages
+        for k in range(len(chances) + 1)
+    ]
+    used = accumulate(
+        (c * (b - a) for c, (a, b) in zip(chances, pairwise(edges), strict=True)), initial=0.0
+    )
+    for (start, before), (end, after) in convex(list(zip(edges, used, strict=True))):
+        yield end, (after - before) / (end - start)
+
+
+def chances_of(ahead: Outlook, m: ModelView) -> float:
+    """Return the chance that a cached page of a model is used again, in the mean."""
+    chances = m.cached_chances if ahead.survival else ()
+    return sum(chances) / len(chances) if chances else m.traffic.reused(REUSE)
 
 
 def restoring_harm(ahead: Outlook, m: ModelView) -> float:
@@ -101,5 +129,5 @@ def restoring_harm(ahead: Outlook, m: ModelView) -> float:
 def _preempted_pages(m: ModelView) -> int:
     """Return the pages of KV that preempted requests had, of which most is cached still."""
     tokens = sum(r.tokens for r in m.waiting if r.generated)
-    blocks = ceil_div(tokens, m.spec.block_tokens)
+    blocks = m.spec.blocks_of(tokens)
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages

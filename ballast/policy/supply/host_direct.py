@@ -1,27 +1,19 @@
-"""Offer not to bring a model's weights at all: its passes read them in host memory (C2CServe).
-
-No page and no copy is needed, and requests can begin at once. But each pass takes as long as the
-link takes to carry the weights, of which models that are read in place have a share each; all
-requests of the device wait with it, as models share the lane.
-"""
+"""Price weights that passes read in host memory instead of on pages, for the preset `ballast`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from ballast.core.actions import Action, Reside
+from ballast.core.actions import Reside
 from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.host_weights import laid
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced, by_price
 from ballast.policy.plans import activation
-
-RESERVE = 0.1
-"""Part of the pages that stays free when weights leave host memory."""
 
 
 class WeightsInPlace:
@@ -55,12 +47,16 @@ class WeightsInPlace:
 
 def _harm(ahead: Outlook, m: ModelView, missing: int) -> float:
     """Return the harm of passes that wait for the link, less that of the copy that is not made."""
-    view = ahead.view
-    sharing = 1 + sum(bool(o.plan.in_place) for o in view.models)
-    n_bytes = missing * view.page_bytes
-    reading = copy_seconds(n_bytes * sharing, view.link_bytes_per_second)
-    copy = copy_seconds(n_bytes, view.weights_bytes_per_second)
-    return max(0.0, ahead.lane_waits_harm(reading) - ahead.rise_of_waiting(m, copy))
+    copy = copy_seconds(missing * ahead.view.page_bytes, ahead.view.weights_bytes_per_second)
+    reading = ahead.lane_waits_harm(_reading_seconds(ahead.view, m, missing))
+    return max(0.0, reading - ahead.rise_of_waiting(m, copy))
+
+
+def _reading_seconds(view: DeviceView, m: ModelView, pages: int) -> float:
+    """Return the seconds in which the link carries so much more of a model with each pass, beside
+    others that are read in place."""
+    sharing = 1 + sum(bool(o.plan.in_place) for o in view.models if o.name != m.name)
+    return copy_seconds(pages * view.page_bytes * sharing, view.link_bytes_per_second)
 
 
 def _read_in_place(view: DeviceView, m: ModelView, _: int, claim: Claim) -> Reside:
@@ -68,16 +64,13 @@ def _read_in_place(view: DeviceView, m: ModelView, _: int, claim: Claim) -> Resi
     return activation(view, m, why, in_place=True)
 
 
-def weights_home(view: DeviceView, free: int) -> list[Action]:
-    """Bring weights onto `free` pages that nobody claims, of the first model for which all of them
-    suffice, as far as `RESERVE` stays free."""
-    spare = free - round(RESERVE * (view.total - view.arena))
+def priced_to_host(ahead: Outlook) -> Iterator[Offer]:
+    """Offer weights of models that run at the harm of passes that read them over the link."""
+    view = ahead.view
+    if not view.reads_host or view.near_host:
+        return
     for m in view.models:
-        home = m.plan.in_place and m.residency is Residency.RESIDENT and not m.busy
-        if (
-            home
-            and m.running
-            and m.plan.to(plan := replace(m.plan, in_place=frozenset())).pages <= spare
-        ):
-            return [Reside(m.name, plan, "there is room for its weights")]
-    return []
+        if m.running and not m.spec.pinned and not m.rotation.n_freed:
+            for offer in laid(m):
+                harm = ahead.lane_waits_harm(_reading_seconds(view, m, offer.pages))
+                yield offer._replace(price=partial(float, harm))

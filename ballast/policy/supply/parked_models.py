@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
 
 from ballast.core.actions import Reside
+from ballast.core.lazy_property import lazy_property
 from ballast.core.view import ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.harm import TIE
 from ballast.policy.market.offers import evictable
 from ballast.policy.market.outlook import FOREVER, Outlook, waiting_pages
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.market.supply_curve import Priced, by_price
+from ballast.policy.market.supply_curve import Priced, PricedOrBound, by_price
 from ballast.policy.plans import eviction
 
 SEGMENTS = "segments"
@@ -28,32 +30,39 @@ SEGMENTS = "segments"
 MARGIN = 2.0
 """A model is parked only for one whose requests would lose this many times as much by waiting
 instead, so that models that are alike do not take turns for nothing."""
+ROUNDING = 0.9
+"""Factor by which a bound is less than what it bounds, whatever is rounded."""
 
 
 class ParkedModels:
     """Models with requests to park, each with as many segments as the claim lacks pages.
 
-    Not the model of the first of all running requests, nor one whose requests are more important
-    than the claim's, nor one that would lose about as much as the claim gains. It will be absent
-    for as long as models with requests lately were, and whatever makes way when it returns, in
-    turn, too. A model that is absent already may miss more.
+    Not the model of the first of all running requests, but for one that starves whose request came
+    before; nor one whose requests are more important than the claim's, nor one that would lose
+    about as much as the claim gains. It will be absent for as long as models with requests lately
+    were, and whatever makes way when it returns, in turn, too. A model that is absent already may
+    miss more.
     """
 
     def __init__(self, ahead: Outlook) -> None:
         self._ahead = ahead
-        able = (m for m in ahead.view.models if not m.idle and evictable(m))
-        self._able = [(m, _rank(m)) for m in able if not ahead.holds_first(m)]
 
-    def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Priced]:
+    @lazy_property
+    def _able(self) -> list[tuple[ModelView, int]]:
+        """Models with requests whose weights may go, with the rank of these."""
+        return [(m, m.derived(_rank)) for m in self._ahead.work.models if m.derived(evictable)]
+
+    def cheapest(
+        self, budget: PageBudget, claim: Claim, lacked: int
+    ) -> Iterable[Priced] | Iterable[PricedOrBound]:
         """As of `OfferTable`."""
-        if not self._able:
-            return ()
         lacking = max(1, claim.pages - self._ahead.view.coming)
         if claim.weights:
             rank = claim.order.rank
             able = [m for m, r in self._able if r >= rank and m.name != claim.model]
-            turns = (o for m in able for o in _turn(self._ahead, m, claim, lacking))
-            return by_price(budget, turns, lacked)
+            if not (claim.may_preempt and self._ahead.comes_first(claim.order)):
+                able = [m for m in able if not self._ahead.holds_first(m)]
+            return by_price(budget, _turns(self._ahead, able, claim, lacking), lacked)
         return self._relief(lacking, lacked)
 
     def is_own(self, claim: Claim) -> bool:
@@ -68,7 +77,7 @@ class ParkedModels:
             self._parkings = [entry for entry in self._parkings if entry[0].name not in taken]
         return bool(taken)
 
-    @cached_property
+    @lazy_property
     def _parkings(self) -> list[tuple[ModelView, int, int, float]]:
         """Models to park for KV of all requests that wait, and are to be expected, if these lose
         more together: each with its requests' rank, its pages, and the harm of its absence.
@@ -77,36 +86,45 @@ class ParkedModels:
         `FOREVER`, as whatever had made way for it would be missing then.
         """
         ahead = self._ahead
-        here = [(m, r, m.derived(_parkable)) for m, r in self._able]
+        here = [(m, r, m.derived(_parkable)) for m, r in self._able if not ahead.holds_first(m)]
         here = [(m, r, n) for m, r, n in here if n and m.residency is not Residency.ABSENT]
-        unserved = ahead.unserved()
+        unserved = ahead.unserved
+        lacking = [m for m in ahead.work.models if m.waiting and _lacks(m)]
+        wait = ahead.coming.wait(ahead.backlog - ahead.view.coming) if lacking else 0.0
+        waiting = {m.name: ahead.rise_of_waiting(m, wait) for m in lacking}
+        lost = sum(waiting.values())
+        if not (lost or unserved):
+            return []
+        gains = [lost - waiting.get(m.name, 0.0) for m, _, _ in here]
         if unserved:
-            delays = [FOREVER] * len(here)
-        else:
-            delays = [ahead.turn + ahead.copy_seconds(n) for _, _, n in here]
-        models = [m for m, _, _ in here]
+            still = ahead.unserved_without((m.name, pages) for m, _, pages in here)
+            gains = [g + FOREVER * (unserved - n) for g, n in zip(gains, still, strict=True)]
+        worth = [(*entry, gain) for entry, gain in zip(here, gains, strict=True) if gain > 0]
+        turn, copy = ahead.parked, ahead.copy_seconds
+        delays = [FOREVER if unserved else turn + copy(pages) for _, _, pages, _ in worth]
+        models = [m for m, *_ in worth]
         harms = ahead.harms_of_absence(models, np.array(delays, np.float64)).tolist()
-        wait = ahead.coming.wait(ahead.backlog - ahead.view.coming)
-        waiting = {m.name: ahead.rise_of_waiting(m, wait) for m in ahead.view.models if _lacks(m)}
-        found = []
-        for (m, rank, pages), harm in zip(here, harms, strict=True):
-            instead = sum(waiting.values()) - waiting.get(m.name, 0.0)
-            if unserved:
-                instead += FOREVER * (unserved - ahead.unserved(m, pages))
-            if MARGIN * harm < instead:
-                found.append((m, rank, pages, harm))
-        return found
+        each = zip(worth, harms, strict=True)
+        return [(m, r, pages, harm) for (m, r, pages, gain), harm in each if MARGIN * harm < gain]
 
-    def _relief(self, lacking: int, lacked: int) -> Iterator[Priced]:
-        """Yield the offers of `_parkings`: a claim pays the part of the harm that its pages are of
-        those that will be used."""
+    def _relief(self, lacking: int, lacked: int) -> Iterator[PricedOrBound]:
+        """Yield a bound of their prices, and the offers of `_parkings`: a claim pays the part of
+        the harm that its pages are of those that will be used."""
         backlog = self._ahead.backlog or 1
+        yield self._least_harm * min(1.0, lacking / backlog) / lacked, None
         found = []
         for m, rank, pages, harm in self._parkings:
             total = harm * min(1.0, lacking / min(pages, backlog))
             found.append((total / min(lacked, pages), total, m, rank, pages))
         for price, total, m, rank, pages in sorted(found, key=itemgetter(0)):
             yield price, _parking(m, pages, total, rank)
+
+    @property
+    def _least_harm(self) -> float:
+        """Less than the harm of any of `_parkings`, each of which delays all requests of a model
+        for a turn at least."""
+        ahead = self._ahead
+        return ROUNDING * TIE * min(FOREVER, ahead.parked) * ahead.work.least_weight()
 
 
 def _parkable(m: ModelView) -> int:
@@ -124,36 +142,42 @@ def _lacks(m: ModelView) -> bool:
     return waiting_pages(m) > 0
 
 
-def _turn(ahead: Outlook, m: ModelView, claim: Claim, lacking: int) -> Iterator[Offer]:
-    """Offer to park a model for weights of the claim's, if it loses less than that would."""
-    pages = _segments(m, lacking)
-    if pages:
-        harm = _harm(ahead, m, claim, pages)
+def _turns(
+    ahead: Outlook, able: Sequence[ModelView], claim: Claim, lacking: int
+) -> Iterator[Offer]:
+    """Offer to park models for weights of the claim's, each if it loses less than that would."""
+    parts = [(m, pages) for m in able if (pages := _segments(m, lacking))]
+    for (m, pages), harm in zip(parts, _harms(ahead, parts, claim), strict=True):
         if MARGIN * harm < claim.gain:
             yield _parking(m, pages, harm)
 
 
 def _parking(m: ModelView, pages: int, harm: float, rank: float = math.inf) -> Offer:
     key, act, price = (SEGMENTS, m.name), partial(_park, m), partial(float, harm)
-    return Offer(key, m.name, pages, price, act, later=m.busy, rank=rank, for_others=True)
+    return Offer(
+        key, m.name, pages, price, act, later=m.busy, rank=rank, for_others=True, in_use=True
+    )
 
 
 def _park(m: ModelView, pages: int, claim: Claim) -> Reside:
     return eviction(m, f"its requests can wait until {claim.model} had its turn", pages)
 
 
-def _harm(ahead: Outlook, m: ModelView, claim: Claim, pages: int) -> float:
-    """Return the harm of parking a model for a turn, and of those that make way for its return."""
-    back = ahead.copy_seconds(pages)
+def _harms(ahead: Outlook, parts: Sequence[tuple[ModelView, int]], claim: Claim) -> Iterator[float]:
+    """Yield the harm of parking each of some models for a turn, with so many pages, and of those
+    that make way for its return."""
+    models, copy = [m for m, _ in parts], ahead.copy_seconds
+    absent = (m.residency is Residency.ABSENT for m in models)
+    bases = [copy(m.missing_pages) if gone else 0.0 for m, gone in zip(models, absent, strict=True)]
+    backs = [copy(pages) for _, pages in parts]
+    harms = ahead.harms_of_a_turn(models, ahead.parked, np.array(backs), np.array(bases))
     other = ahead.view.model(claim.model)
-    missing = ahead.copy_seconds(other.missing_pages)
-    absent = m.residency is Residency.ABSENT
-    base = ahead.copy_seconds(m.missing_pages) if absent else 0.0
-    delay = ahead.turn + back
-    alone = not any(o.running and o is not m and o is not other for o in ahead.view.models)
-    idle = missing + back if alone else 0.0
-    harm = ahead.rise(m, delay, base) + ahead.arrivals_harm(m, delay)
-    return ahead.chain * (harm + ahead.lane_price * idle)
+    missing = copy(other.missing_pages)
+    running = [o for o in ahead.view.models if o.running and o is not other]
+    for m, back, harm in zip(models, backs, harms, strict=True):
+        alone = not running or running == [m]
+        idle = missing + back if alone else 0.0
+        yield ahead.chain * (harm + ahead.lane_price * idle)
 
 
 def _segments(m: ModelView, pages: int) -> int:

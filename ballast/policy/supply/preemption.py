@@ -16,12 +16,13 @@ from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced
-from ballast.policy.market.work_ahead import precedence
+from ballast.policy.market.work_ahead import precedence, step_seconds
 
 
 class RunningRequests:
     """Preemption of running requests that come after a claim's (`work_ahead.precedence`), for
-    claims that may undo work; never of the first of all.
+    claims that may undo work; never of the first of all, nor a second time of one that has not got
+    on since, by more than its restoring takes and to twice the answer that it had.
 
     A preempted request waits until pages become free by themselves, those before it in the queue
     served, and is computed again: the lane has less time for all others. Where tiers keep its KV
@@ -40,19 +41,25 @@ class RunningRequests:
             fetched = fetching < lane
             lane, own = np.where(fetched, 0.0, lane), np.where(fetched, fetching, own)
         waits = ahead.coming.waits(work.pages + ahead.backlog) + own
-        self._prices = work.harms(ahead.now, ahead.stretch, waits) + ahead.lane_price * lane
-        self._prices_of: list[float] = self._prices.tolist()
-        self._pages = work.pages
+        self._prices = ahead.lateness.of(waits) + ahead.lane_price * lane
+        self._pages, self._lost = work.pages, work.lost
         self._orders: dict[int, list[int]] = {}
         """Columns of `work` by price, the cheapest first, for each number of pages lacked."""
         self._offers: dict[int, Offer | None] = {}
+
+    @property
+    def least(self) -> float:
+        """Price of the cheapest page; inf: no request holds any."""
+        holding = self._pages > 0
+        prices = self._prices[holding] / self._pages[holding]
+        return float(prices.min(initial=math.inf))
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
         """As of `OfferTable`; last come those that free blocks of their own model alone."""
         for column in self._sorted(lacked):
             offer = self._offer(column)
             if offer is not None:
-                yield self._prices_of[column] / min(lacked, offer.pages), offer
+                yield self._prices.item(column) / min(lacked, offer.pages), offer
         for column in np.flatnonzero(self._pages == 0).tolist():
             offer = self._offer(column)
             if offer is not None and offer.blocks:
@@ -76,21 +83,33 @@ class RunningRequests:
         return self._orders[lacked]
 
     def _offer(self, column: int) -> Offer | None:
-        """Return the offer of a request; None if its model is not resident."""
-        if column not in self._offers:
-            ahead = self._ahead
-            m, r = self._work.request(column)
-            there = m.residency is Residency.RESIDENT
-            order = r.order if ahead.is_first(r) else precedence(ahead.now, m, r)
-            offer = _preempting(m, r, self._prices_of[column], order) if there else None
-            self._offers[column] = offer
-        return self._offers[column]
+        """Return the offer of a request; None if its model is not resident, or the request has not
+        got on since it was preempted."""
+        if column in self._offers:
+            return self._offers[column]
+        m, r = self._work.request(column)
+        offer = None
+        if m.residency is Residency.RESIDENT and not (r.undone and _is_recovering(m, r)):
+            ahead, price = self._ahead, self._prices.item(column)
+            lost = self._lost.item(column) < ahead.now and not ahead.is_first(r)
+            offer = _preempting(m.name, r, price, precedence(r.order, lost))
+        self._offers[column] = offer
+        return offer
 
 
-def _preempting(m: ModelView, r: RequestView, price: float, order: Precedence) -> Offer:
-    act = partial(_preempt, m.name, r.id)
-    key = "request", m.name, r.id
-    return Offer(key, m.name, r.pages, partial(float, price), act, r.blocks, undoes=order)
+def _is_recovering(m: ModelView, r: RequestView) -> bool:
+    """Whether a request that was preempted has not got on since by more than computing it again
+    would take, and by as many tokens as it had generated then: so it is preempted as often as its
+    answer doubles, at most."""
+    more = r.tokens - r.undone
+    if more <= r.generated - more:
+        return True
+    return more * m.derived(step_seconds) <= m.costs.prefill_seconds(r.computed)
+
+
+def _preempting(model: str, r: RequestView, price: float, order: Precedence) -> Offer:
+    act, key = partial(_preempt, model, r.id), ("request", model, r.id)
+    return Offer(key, model, r.pages, partial(float, price), act, r.blocks, undoes=order)
 
 
 def _preempt(model: str, request_id: str, _: int, claim: Claim) -> Preempt:

@@ -15,9 +15,10 @@ from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
+from ballast.policy.market.supply_curve import convex
 from ballast.policy.memory.layer_offers import LayerOffers, layers_of
 from ballast.policy.memory.layer_reversion import give_back, off_peak
-from ballast.policy.supply.weights import STAY, convex
+from ballast.policy.supply.weights import STAY
 
 STEPS = 6
 """Numbers of layers beyond the hidden ones at which a model's are priced."""
@@ -59,7 +60,8 @@ def _of(ahead: Outlook, layers: LayerOffers, m: ModelView, others: float) -> Ite
     key, grain = layers_of(m), m.layer_pages
     for (start, before), (end, after) in convex(points):
         price = partial(float, (after - before) / (end - start) * end)
-        yield Offer(key, m.name, end, price, act, grain=grain, cumulative=True, later=True)
+        offer = Offer(key, m.name, end, price, act, grain=grain, cumulative=True, later=True)
+        yield offer._replace(in_use=True)
 
 
 def _harm(ahead: Outlook, layers: LayerOffers, m: ModelView, alpha: int, others: float) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+
+import numpy as np
 
 from ballast.core.actions import Reside
 from ballast.core.view import ModelView
@@ -13,7 +13,9 @@ from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.idle_segments import divided
 from ballast.policy.market.offers import evictable, evicting
 from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.supply_curve import convex
 from ballast.policy.plans import eviction
+from ballast.policy.supply.cached_blocks import chances_of
 
 STAY = 10.0
 """Seconds for which pages that weights gave up are taken to be used otherwise."""
@@ -40,9 +42,9 @@ def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:
     total, rest = m.present_pages, bool(m.shared or m.kv_pages)
     chance = m.traffic.chance(view.now, STAY)
     parts = m.derived(divided)
-    harms = [(0, absence(ahead, m, missing))]
-    harms += [(end, absence(ahead, m, missing + end)) for end, _ in parts]
     grains = dict(parts)
+    ends = [0, *grains]
+    harms = list(zip(ends, absences(ahead, m, [missing + end for end in ends]), strict=True))
 
     def act(n: int, claim: Claim) -> Reside:
         whole = n >= total and not rest
@@ -55,35 +57,19 @@ def _by_parts(ahead: Outlook, m: ModelView) -> Iterator[Offer]:
             key, m.name, end, price, act, grain=grains[end], cumulative=True, for_others=True
         )
     if rest:
-        whole = chance * absence(ahead, m, m.own_pages) + _cached_harm(ahead, m)
+        (away,) = absences(ahead, m, [m.own_pages])
+        whole = chance * away + _cached_harm(ahead, m)
         yield evicting(m, partial(float, whole), why)._replace(for_others=True)
 
 
-def absence(ahead: Outlook, m: ModelView, pages: int) -> float:
-    """Return the harm to a request that arrives while `pages` of a model's weights are missing, and
-    to those that follow while they come."""
-    if pages <= 0:
-        return 0.0
-    delay = ahead.absence(m, pages)
-    return ahead.arrival_harm(m, delay) + ahead.arrivals_harm(m, delay)
+def absences(ahead: Outlook, m: ModelView, pages: Sequence[int]) -> list[float]:
+    """Return the harm to a request that arrives while so many pages of a model's weights are
+    missing, and to those that follow while they come: for each number of pages."""
+    harms: list[float] = ahead.harms_on_arrival(m, ahead.absences(m, np.array(pages))).tolist()
+    return harms
 
 
 def _cached_harm(ahead: Outlook, m: ModelView) -> float:
     """Return the harm of losing a model's cached prefixes with its last weights."""
     tokens = m.cached_pages * ahead.view.page_bytes / m.spec.kv_bytes_per_token
-    return ahead.lane_price * m.traffic.reused(0.05) * tokens * m.costs.per_token
-
-
-def convex(points: Sequence[tuple[int, float]]) -> Iterator[tuple[tuple[int, float], ...]]:
-    """Yield the edges of the lower convex hull of (pages, harm), pages ascending: the marginal
-    prices of the edges rise."""
-    hull: list[tuple[int, float]] = []
-    for point in points:
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return pairwise(hull)
-
-
-def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0]) if b[0] > a[0] else math.inf
+    return ahead.lane_price * chances_of(ahead, m) * tokens * m.costs.per_token

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FREE = ("/live", "/health", "/", "/page/{name}")
 """Routes that need no key: probes have none, nor has a browser that opens the page."""
-_STATE = ("/admin/state", "/admin/requests")
+_STATE = ("/admin/state", "/admin/requests", "/admin/live", "/admin/history")
 """Paths below `/admin` that can be read without an admin key where none is configured."""
 _OF_ALL = ("/metrics", *_STATE)
 """Paths that report on all models: closed to keys that are limited to some models."""

@@ -21,7 +21,7 @@ from ballast.core.errors import (
     Unavailable,
     UnknownModel,
 )
-from ballast.core.fleet_orders import Drain, Place, Withdraw
+from ballast.core.fleet_orders import Drain, DrainHost, Place, Uncordon, Withdraw
 from ballast.core.order import Order
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 from ballast.fleet.changes import Changes
@@ -114,11 +114,24 @@ class AdminService:
         await self.execute(Withdraw(name, device, "by an operator", patience))
 
     async def drain(self, device: str) -> None:
-        """Move the models and requests of a device to others, once the fleet has been loaded.
-        Raises Fault or Unavailable."""
+        """Move the models and requests of a device, or of all devices of a host, to others, once
+        the fleet has been loaded. Raises Fault or Unavailable."""
         await self._service.loads.wait_for_all()
         async with self._models:
-            await self.execute(Drain(device))
+            devices = await self._controller.workers.set_drained(device, True)
+            order = Drain(device) if devices is None else DrainHost(tuple(devices))
+            try:
+                await self.execute(order)
+            except BaseException:
+                await self._controller.workers.set_drained(device, False)
+                raise
+
+    async def uncordon(self, device: str) -> None:
+        """Send requests again to a drained device, or to the devices of a drained host. Raises
+        Fault."""
+        devices = await self._controller.workers.set_drained(device, False)
+        for one in [device] if devices is None else devices:
+            await self.execute(Uncordon(one))
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> None:
         """Lend memory of one device to another until either is restarted. Raises Fault or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import base64
+import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -41,6 +42,8 @@ class Embedding(RequestAnswer):
     ) -> None:
         super().__init__(model, (s.id for s in submissions), stream, meter, arrived, clock, metrics)
         self._submissions = submissions
+        self.of_pairs = False
+        """Whether each submission is a pair of texts that a cross encoder scores."""
         self._finish_reasons: dict[str, str] = {}
 
     @property
@@ -73,6 +76,14 @@ class Embedding(RequestAnswer):
             return [float(rows[a] @ rows[b]) / lengths[a] / lengths[b] for a, b in pairs]
 
         return await off_loop(len(pairs) > _LONG, cosines)
+
+    async def scores(self) -> list[float]:
+        """Wait for a cross encoder's logits; returns the score of each pair, 0 to 1. Raises
+        Fault."""
+        logits = [float(numbers_of(value)[0]) for value in await self.vectors()]
+        return [
+            1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in logits
+        ]
 
     async def vectors(self) -> list[bytes]:
         """Wait for all embeddings; returns each as float32 numbers, little endian. Raises Fault."""

@@ -22,6 +22,7 @@ from ballast.server.access.meter import RequestMeter
 from ballast.server.generate.answer import RequestAnswer
 from ballast.server.generate.choice import Choice
 from ballast.server.http.faults import Fault
+from ballast.server.http.request_context import RequestTexts
 from ballast.server.observe.metrics import Metrics
 from ballast.server.openai.records import Usage
 from ballast.server.text.pieces import OutputPiece
@@ -42,6 +43,8 @@ class Generation(RequestAnswer):
     ) -> None:
         super().__init__(model, choices, stream, meter, arrived, clock, metrics)
         self._choices = choices
+        self.texts: RequestTexts | None = None
+        """Gets the output, where the operator has it kept."""
 
     async def batches(self, patience: float | None = None) -> AsyncIterator[list[OutputPiece]]:
         """Yield pieces as they arrive, until every choice has ended, and an empty list after each
@@ -124,7 +127,11 @@ class Generation(RequestAnswer):
     def _token(self, output: TokenOutput, choice: Choice, now: float) -> OutputPiece:
         piece = choice.add_token(output)
         timing = self._timings[output.request_id]
+        if output.queued is not None:
+            timing.activating = output.activating
         self._metrics.token(self.model, timing, choice.prompt_tokens, now, output.queued)
+        if self.texts is not None:
+            self.texts.add(piece.thought + piece.text)
         if piece.finish_reason is not None:
             self._withdraw(output.request_id)
         return piece

@@ -109,6 +109,24 @@ class ObservedAnswer(Protocol):
         on the server's clock."""
 
 
+MOST_SHOWN = 2000
+"""Characters that are kept of a text."""
+
+
+@dataclass(slots=True)
+class RequestTexts:
+    """The ends of a request's prompt and output, where the operator has them kept."""
+
+    prompt: str
+    """The first prompt's."""
+    output: str = ""
+    """Of all choices, in the order in which it came."""
+
+    def add(self, text: str) -> None:
+        """Add a part of the output."""
+        self.output = (self.output + text)[-MOST_SHOWN:]
+
+
 @dataclass(slots=True, eq=False)
 class RequestContext:
     """Record of one HTTP request. Middleware, routes and `Service` fill it in; metrics, traces and
@@ -140,6 +158,8 @@ class RequestContext:
     request: GenerateRequest | None = None
     left_out: Sequence[str] = ()
     """Parts of the request that it is answered without, such as tools of kinds that cannot run."""
+    texts: RequestTexts | None = None
+    """None: they are not kept."""
     answer_id: str | None = None
     answer: ObservedAnswer | None = None
     """Answer of the model; None: no model got the request."""

@@ -6,6 +6,7 @@ those of `latency`, too.
 - `device_metrics`: `/metrics` of devices: pages, models, and the pod for gateways.
 - `kv_metrics`: `/metrics` of KV tiers.
 - `latency`: Token times of one request, and recent latency quantiles.
+- `memory_history`: Devices' memory over the last day, for `/admin/history`.
 - `metric_names`: Names of metrics on export, and those of earlier releases.
 - `metrics`: `/metrics` of requests.
 - `recent_requests`: Records of `/admin/requests`.

@@ -36,6 +36,9 @@ class OneDevice(Protocol):
     def report(self) -> DeviceReport | None: ...
 
     @property
+    def host(self) -> str: ...
+
+    @property
     def down(self) -> str | None: ...
 
     @property
@@ -98,6 +101,7 @@ class DeviceCollector(Collector):
         devices = dict(self._facts.items())
         parts: tuple[Callable[[], Iterable[Metric]], ...] = (
             lambda: _devices(devices),
+            lambda: _hosts(devices),
             lambda: _pool(report),
             lambda: _models(report),
             lambda: _caches(report, specs),
@@ -163,6 +167,26 @@ def _devices(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
         for m in report.models:
             models.add_metric((name, m.name, m.residency), 1)
     yield from (up, restarts, moved, requests, pages, lent, borrowed, models)
+
+
+def _hosts(devices: Mapping[str, OneDevice]) -> Iterator[Metric]:
+    """Yield the metrics of each host, where devices are on many."""
+    at = GaugeMetricFamily(
+        "ballast_device_host", "1: the host that it is on", labels=("device", "host")
+    )
+    number = GaugeMetricFamily("ballast_host_devices", "Its devices that serve", labels=("host",))
+    requests = GaugeMetricFamily(
+        "ballast_host_open_requests", "Open requests of its devices", labels=("host",)
+    )
+    hosts: dict[str, list[OneDevice]] = {}
+    for name, device in devices.items():
+        if device.host:
+            at.add_metric((name, device.host), 1)
+            hosts.setdefault(device.host, []).append(device)
+    for host, here in hosts.items():
+        number.add_metric((host,), sum(device.down is None for device in here))
+        requests.add_metric((host,), sum(len(device.requests) for device in here))
+    yield from (at, number, requests)
 
 
 def _pool(report: DeviceReport) -> Iterator[Metric]:

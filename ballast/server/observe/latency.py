@@ -22,6 +22,8 @@ class Timing:
     """Time of the latest token."""
     queued: float | None = None
     """Duration in seconds from arrival at the worker to the first admission."""
+    activating: float = 0.0
+    """Seconds of `queued` during which the model's weights were coming."""
 
     @property
     def ttft(self) -> float | None:

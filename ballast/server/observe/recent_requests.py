@@ -7,16 +7,28 @@ not kept.
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from ballast.core.clock import Clock
-from ballast.server.http.request_context import RequestContext
+from ballast.server.http.request_context import RequestContext, RequestTexts
 
 KEPT = 200
 """Ended requests that are kept."""
+TRACED = 20_000
+"""Answered requests of which time, model and lengths are kept, to be simulated."""
+
+
+class TracedRequest(NamedTuple):
+    """A request that was answered, as simulations ask it again."""
+
+    at: float
+    """When it arrived, in seconds on the server's clock."""
+    model: str
+    prompt_tokens: int
+    output_tokens: int
 
 
 class RequestNow(msgspec.Struct, frozen=True):
@@ -35,6 +47,8 @@ class RequestNow(msgspec.Struct, frozen=True):
     """From its arrival to the end of its response; None: it is open."""
     queued: float | None
     """From its arrival at the worker to its admission there, known from its first token on."""
+    activating: float | None
+    """Part of `queued` during which the model's weights were coming."""
     ttft: float | None
     tpot: float | None
     prompt_tokens: int
@@ -50,6 +64,8 @@ class RequestNow(msgspec.Struct, frozen=True):
     """Finish reasons of its choices, each once."""
     gone: bool
     """Whether its client left before the end."""
+    texts: RequestTexts | UnsetType = UNSET
+    """Set for the admin key, where `server.request_texts` is."""
 
 
 class RequestList(msgspec.Struct, frozen=True):
@@ -60,6 +76,11 @@ class RequestList(msgspec.Struct, frozen=True):
     ended: list[RequestNow]
     """The latest first."""
 
+    def without_texts(self) -> RequestList:
+        """Return the same requests without their texts."""
+        both = (self.open, self.ended)
+        return RequestList(*([structs.replace(r, texts=UNSET) for r in part] for part in both))
+
 
 class RecentRequests:
     """Requests to models that are open, and the last `KEPT` that ended."""
@@ -68,6 +89,7 @@ class RecentRequests:
         self._clock = clock
         self._open: dict[RequestContext, None] = {}
         self._ended: deque[tuple[float, RequestNow]] = deque(maxlen=KEPT)
+        self._traced: deque[TracedRequest] = deque(maxlen=TRACED)
 
     def arrived(self, context: RequestContext) -> None:
         """Note an HTTP request that arrives."""
@@ -78,17 +100,32 @@ class RecentRequests:
         self._open.pop(context, None)
         if context.model:
             now = self._clock.now()
-            self._ended.append((now, _described(context, now)))
+            ended = _described(context, now)
+            self._ended.append((now, ended))
+            if ended.prompt_tokens and ended.output_tokens:
+                lengths = ended.prompt_tokens, ended.output_tokens
+                self._traced.append(TracedRequest(context.began, ended.model, *lengths))
 
-    def listed(self, last: int) -> RequestList:
-        """Return all open requests, and the `last` that ended."""
+    @property
+    def newest(self) -> object:
+        """Another object whenever a further request has ended."""
+        return self._ended[-1] if self._ended else None
+
+    def trace(self) -> list[TracedRequest]:
+        """Return the last `TRACED` requests that were answered, in order of arrival."""
+        return sorted(self._traced)
+
+    def listed(self, last: int, texts: bool = False) -> RequestList:
+        """Return all open requests, and the `last` that ended; `texts`: with those that are
+        kept."""
         now = self._clock.now()
         opened = [_described(context, now) for context in self._open if context.model]
         ended = [
-            msgspec.structs.replace(one, age=round(one.age + now - at, 4))
+            structs.replace(one, age=round(one.age + now - at, 4))
             for at, one in list(self._ended)[max(0, len(self._ended) - last) :]
         ]
-        return RequestList(opened, ended[::-1])
+        found = RequestList(opened, ended[::-1])
+        return found if texts else found.without_texts()
 
 
 def _described(context: RequestContext, now: float) -> RequestNow:
@@ -98,6 +135,8 @@ def _described(context: RequestContext, now: float) -> RequestNow:
     output = 0 if usage is None else usage.completion_tokens
     first = min((t.first for t in timings if t.first is not None), default=None)
     details = None if usage is None else usage.prompt_tokens_details
+    waits = [(t.queued, t.activating) for t in timings if t.queued is not None]
+    queued, activating = min(waits, default=(None, None))
     state: Literal["waiting", "generating", "ended"] = "waiting" if first is None else "generating"
     return RequestNow(
         request_id=context.request_id,
@@ -107,7 +146,8 @@ def _described(context: RequestContext, now: float) -> RequestNow:
         state=state if ended is None else "ended",
         age=round(now - context.began, 4),
         seconds=None if ended is None else _rounded(ended - context.began),
-        queued=_rounded(min((t.queued for t in timings if t.queued is not None), default=None)),
+        queued=_rounded(queued),
+        activating=_rounded(activating),
         ttft=None if first is None else _rounded(first - context.began),
         # Of several choices, no one pace is the request's.
         tpot=_rounded(timings[0].tpot(output)) if len(timings) == 1 else None,
@@ -120,6 +160,7 @@ def _described(context: RequestContext, now: float) -> RequestNow:
         error=context.code,
         finish=sorted({r for r in ([] if answer is None else answer.finish_reasons) if r}),
         gone=context.gone,
+        texts=UNSET if context.texts is None else context.texts,
     )
 
 

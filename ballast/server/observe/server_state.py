@@ -40,6 +40,10 @@ class ModelNow(msgspec.Struct, frozen=True):
     pinned: bool
     devices: list[str] = []
     """Devices that serve the model."""
+    guarantee: int = 0
+    """Bytes of each of these that it can always have; 0: none."""
+    limit: int | None = None
+    """Most bytes of each of these that it may have."""
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
@@ -70,6 +74,10 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """Prompt tokens whose KV came from tiers below the device, by tier."""
     cordoned: bool = False
     """Whether an operator has drained the device: it gets no requests."""
+    host: str = ""
+    """Name of its host, where devices are on many hosts."""
+    cached_pages: int = 0
+    """Pages that only cached prefixes hold."""
 
 
 class ServerNow(msgspec.Struct, frozen=True):

@@ -130,7 +130,10 @@ class ShownModel(msgspec.Struct):
     modified_at: str
 
 
-class PullStatus(msgspec.Struct):
+class PullStatus(msgspec.Struct, omit_defaults=True):
     """Answer of `/api/pull`, or a line of its stream."""
 
     status: str
+    total: int = 0
+    """Bytes of a download."""
+    completed: int = 0

@@ -39,9 +39,28 @@ export const read = async (path) => (await request(path, keys.api || keys.admin,
 
 const readAdmin = async (path) => (await request(`admin/${path}`, keys.admin || keys.api, {})).json();
 
-export const readState = () => readAdmin("state");
+export const readHistory = (seconds) => readAdmin(`history?seconds=${seconds}`);
 
-export const readRequests = (last) => readAdmin(`requests?last=${last}`);
+export const readStory = (last) => readAdmin(`story?last=${last}`);
+
+// The server's state, once a second: yields what has changed since the last one.
+export async function* live(signal) {
+  const response = await request("admin/live", keys.admin || keys.api, { signal });
+  for await (const data of dataOf(response)) yield JSON.parse(data);
+}
+
+// Run a simulation (`simulate`, `plan`, `story/play`): yields how far it is, returns its result.
+export async function* simulate(what, body, signal) {
+  const init = { method: "POST", signal, ...(body && { body: JSON.stringify(body), headers: { "content-type": "application/json" } }) };
+  let last = { event: "error", message: "the stream ended early" };
+  for await (const data of dataOf(await request(`admin/${what}`, keys.admin, init))) {
+    if (data === "[DONE]") break;
+    last = JSON.parse(data);
+    if (last.event === "progress") yield last;
+  }
+  if (last.event !== "result") throw new ApiError(200, String(last.message ?? "the stream ended early"));
+  return last.result;
+}
 
 // Carry out an operator's order, such as `models/NAME/evict`.
 export const order = (path) => request(`admin/${path}`, keys.admin, { method: "POST" });
@@ -55,16 +74,25 @@ export async function* chat(body, signal) {
     signal,
   };
   const response = await request("v1/chat/completions", keys.api || keys.admin, init);
-  for await (const line of lines(response.body)) {
-    if (line.startsWith(":")) yield { comment: line.slice(1).trim() };
-    if (!line.startsWith("data:")) continue;
-    const data = line.slice(5).trim();
+  for await (const data of dataOf(response, true)) {
+    if (data.startsWith(":")) {
+      yield { comment: data.slice(1).trim() };
+      continue;
+    }
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(200, String(chunk.error.message));
     yield chunk;
   }
   throw new ApiError(0, "the stream ended early");
+}
+
+// The data of a stream's events, each of one line; `comments`: with comments, which begin with a colon.
+async function* dataOf(response, comments = false) {
+  for await (const line of lines(response.body)) {
+    if (line.startsWith("data:")) yield line.slice(5).trim();
+    else if (comments && line.startsWith(":")) yield line;
+  }
 }
 
 async function* lines(stream) {

@@ -21,3 +21,11 @@ export function span(s) {
 }
 
 export const rate = (n) => (n >= 99.95 || n === 0 ? n.toFixed(0) : n.toFixed(1));
+
+export const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+// Names as a list, of which `most` are written out.
+export function listed(names, most) {
+  const more = names.length - most;
+  return `${names.slice(0, most).join(", ")}${more > 0 ? ` and ${more} more` : ""}`;
+}

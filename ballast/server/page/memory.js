@@ -1,88 +1,45 @@
-// Memory of each device over the last minutes: weights stand on the floor, KV hangs from the budget,
-// and what is between them is free. Below, the same in numbers.
+// Memory of each device over the last minutes, hour or day, the same in numbers, and what would fit.
 
-import { order } from "./api.js";
+import { ApiError, order, readHistory } from "./api.js";
 import { arrange, byId, element, write } from "./dom.js";
-import { bytes } from "./format.js";
+import { bytes, listed } from "./format.js";
+import { colourOf, drawStrip, sampleOfDevice } from "./strip.js";
 
-const SHOWN_SECONDS = 240;
-const MOST = 600; // readings kept of a device
-const COLOURS = ["#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"];
-const COMMON = { arena: "#98a2b1", shared: "#2f74b5", lent: "#8a4fa3", reclaiming: "#5b6675" };
-
-const places = new Map(); // each model's number, in the order in which they were first seen
-export function colourOf(name) {
-  if (!places.has(name)) places.set(name, places.size);
-  return COLOURS[places.get(name) % COLOURS.length];
-}
-
-// Pages of one device by use, as parts from the floor up and from the budget down.
-function sampleOf(device, time) {
-  const floor = [], hanging = [];
-  for (const [owner, pages] of Object.entries(device.owners)) {
-    const cut = owner.indexOf(":"), use = owner.slice(0, cut), name = owner.slice(cut + 1);
-    if (use === "kv") hanging.push({ colour: colourOf(name), alpha: 0.55, order: places.get(name), pages });
-    else if (use in COMMON) floor.push({ colour: COMMON[use], alpha: 1, order: -1, pages });
-    else floor.push({ colour: colourOf(name), alpha: 1, order: places.get(name), pages });
-  }
-  if (device.reclaiming) floor.push({ colour: COMMON.reclaiming, alpha: 1, order: Infinity, pages: device.reclaiming });
-  for (const parts of [floor, hanging]) parts.sort((a, b) => a.order - b.order);
-  return { time, total: device.total, floor, hanging };
-}
+const MINUTES = 240; // seconds that are shown of what this page has seen itself
+const MOST = 600; // samples kept of a device
+const NAMED = 6; // models that are named as fitting
 
 class DevicePanel {
   constructor(name, refused) {
-    this._samples = [];
+    this.samples = []; // of the last minutes
+    this.past = []; // of a longer time
     this._canvas = element("canvas", { role: "img", "aria-label": `memory of ${name}` });
     this._title = element("span", { text: name });
     this._numbers = element("p", { class: "small" });
-    this._order = element("button", { text: "Drain", onclick: () => this._cordon(name, refused) });
-    this.root = element("div", { class: "device" }, element("h3", {}, this._title, " ", this._order), this._canvas, this._numbers);
+    this._fits = element("p", { class: "small" });
+    this._order = element("button", { text: "Drain", onclick: () =>
+      refused(order(`devices/${encodeURIComponent(name)}/${this._cordoned ? "uncordon" : "drain"}`)) });
+    this.root = element("div", { class: "device" }, element("h3", {}, this._title, " ", this._order), this._canvas, this._numbers, this._fits);
   }
 
-  async _cordon(name, refused) {
-    refused(order(`devices/${encodeURIComponent(name)}/${this._cordoned ? "uncordon" : "drain"}`));
-  }
-
-  add(device, time, admin) {
-    const last = this._samples.at(-1);
-    if (last && time < last.time) this._samples = []; // the clock was set back
-    this._samples.push(sampleOf(device, time));
-    if (this._samples.length > MOST) this._samples.splice(0, this._samples.length - MOST);
+  add(device, state, admin) {
+    const { time } = state, last = this.samples.at(-1);
+    if (last && time < last.time) this.samples = []; // the clock was set back
+    this.samples.push(sampleOfDevice(device, time));
+    if (this.samples.length > MOST) this.samples.splice(0, this.samples.length - MOST);
     this._cordoned = device.cordoned;
-    const state = [device.cordoned ? "drained" : "", device.reason ?? ""].filter(Boolean).join(", ");
-    write(this._title, `${device.device}, ${bytes(device.total * device.page_bytes)}${state ? ` (${state})` : ""}`);
+    const note = [device.cordoned ? "drained" : "", device.reason ?? ""].filter(Boolean).join(", ");
+    write(this._title, `${device.device}${device.host ? ` on ${device.host}` : ""}, ${bytes(device.total * device.page_bytes)}${note ? ` (${note})` : ""}`);
     write(this._order, device.cordoned ? "Take requests again" : "Drain");
     this._order.hidden = !admin;
     write(this._numbers, numbers(device));
-    this.draw();
+    write(this._fits, fitting(device, state));
   }
 
-  draw() {
-    const ratio = window.devicePixelRatio || 1, width = this._canvas.clientWidth, height = this._canvas.clientHeight;
-    if (!width || !this._samples.length) return;
-    if (this._canvas.width !== Math.round(width * ratio)) this._canvas.width = Math.round(width * ratio);
-    if (this._canvas.height !== Math.round(height * ratio)) this._canvas.height = Math.round(height * ratio);
-    const pen = this._canvas.getContext("2d");
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    const end = this._samples.at(-1).time, x = (time) => width - ((end - time) / SHOWN_SECONDS) * width;
-    const step = width / SHOWN_SECONDS;
-    this._samples.forEach((sample, i) => {
-      const next = this._samples[i + 1]?.time ?? sample.time + 1;
-      const left = Math.round(x(sample.time) - step), right = Math.round(Math.min(x(next) - step, left + 5 * step));
-      if (right < 0 || !sample.total) return;
-      const scale = height / sample.total;
-      const strip = (part, top) => {
-        pen.globalAlpha = part.alpha;
-        pen.fillStyle = part.colour;
-        pen.fillRect(left, top, right - left, part.pages * scale);
-      };
-      let bottom = height, top = 0;
-      for (const part of sample.floor) strip(part, (bottom -= part.pages * scale));
-      for (const part of sample.hanging) { strip(part, top); top += part.pages * scale; }
-    });
-    pen.globalAlpha = 1;
+  draw(seconds, every) {
+    const samples = every ? [...this.past, ...this.samples.slice(-1)] : this.samples;
+    const end = (samples.at(-1)?.time ?? 0) + 1;
+    drawStrip(this._canvas, samples, end - seconds, end, every ? 1.5 * every : 5);
   }
 }
 
@@ -92,7 +49,7 @@ function numbers(device) {
     const use = owner.slice(0, owner.indexOf(":"));
     held[use] = (held[use] ?? 0) + pages;
   }
-  const cached = Math.min(held.kv ?? 0, device.models.reduce((n, m) => n + m.cached_pages, 0));
+  const cached = Math.min(held.kv ?? 0, device.cached_pages);
   const parts = [
     ["weights", (held.weights ?? 0) + (held.shared ?? 0) + (held.slots ?? 0), true],
     ["KV", (held.kv ?? 0) - cached, true],
@@ -106,12 +63,28 @@ function numbers(device) {
     .map(([name, pages]) => `${name} ${bytes(pages * device.page_bytes)}`).join(" · ");
 }
 
+// Which evicted models of a device its free pages would hold now, each by itself, and which more if cached prefixes went.
+function fitting(device, state) {
+  const free = device.free * device.page_bytes, cached = device.cached_pages * device.page_bytes;
+  const away = state.models.filter((m) => m.status === "evicted" && m.devices.includes(device.device));
+  if (!away.length) return "";
+  const lacks = (m) => (m.report.whole_pages - m.report.weight_pages) * state.page_bytes;
+  const names = (models) => listed(models.map((m) => m.report.name), NAMED);
+  const now = away.filter((m) => lacks(m) <= free);
+  const then = away.filter((m) => lacks(m) > free && lacks(m) <= free + cached);
+  return `of ${away.length} evicted would fit now: ${names(now) || "none"}${then.length ? `; without cached prefixes also ${names(then)}` : ""}`;
+}
+
 export class MemoryPanels {
   constructor(refused) {
     this._refused = refused;
     this._panels = new Map();
-    addEventListener("resize", () => { for (const panel of this._panels.values()) panel.draw(); });
+    this._every = this._due = 0;
+    addEventListener("resize", () => this._draw());
+    byId("span").addEventListener("change", () => { this._due = 0; this._look(); });
   }
+
+  get _seconds() { return Number(byId("span").value); }
 
   show(readings, admin) {
     const devices = readings.state?.devices ?? [];
@@ -121,8 +94,36 @@ export class MemoryPanels {
     for (const { device: name } of devices) {
       if (!this._panels.has(name)) this._panels.set(name, new DevicePanel(name, this._refused));
     }
+    byId("span-label").hidden = !devices.length;
     arrange(byId("devices"), devices.map((device) => this._panels.get(device.device).root));
-    if (readings.trouble) return;
-    for (const device of devices) this._panels.get(device.device).add(device, readings.state.time, admin);
+    if (readings.trouble || !devices.length) return;
+    for (const device of devices) this._panels.get(device.device).add(device, readings.state, admin);
+    this._draw();
+    this._look();
+  }
+
+  _draw() { for (const panel of this._panels.values()) panel.draw(this._seconds, this._every); }
+
+  // Read what was before this page, when it is due: once of the last minutes, else as often as there is more.
+  async _look() {
+    if (performance.now() < this._due || !this._panels.size) return;
+    this._due = Infinity;
+    const seconds = this._seconds;
+    try {
+      const { every, samples } = await readHistory(seconds);
+      const recent = seconds <= MINUTES;
+      for (const [name, panel] of this._panels) {
+        const first = panel.samples[0]?.time ?? Infinity;
+        panel.past = samples.flatMap(({ time, devices }) =>
+          devices.filter((device) => device.device === name).map((device) => sampleOfDevice(device, time)));
+        if (recent) panel.samples = [...panel.past.filter((sample) => sample.time < first), ...panel.samples];
+      }
+      this._every = recent ? 0 : every;
+      this._due = recent ? Infinity : performance.now() + every * 1000;
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this._due = performance.now() + 10e3;
+    }
+    this._draw();
   }
 }

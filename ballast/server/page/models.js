@@ -3,7 +3,7 @@
 import { order } from "./api.js";
 import { arrange, byId, element, options, write } from "./dom.js";
 import { bytes, rate, seconds } from "./format.js";
-import { colourOf } from "./memory.js";
+import { colourOf } from "./strip.js";
 
 const HEADS = [["model", "word"], ["state", "word"], ["running", ""], ["waiting", ""], ["tokens/s", ""], ["weights", ""],
   ["KV", ""], ["TTFT p50", ""], ["p99", ""], ["TPOT p50", ""], ["p99", ""]];

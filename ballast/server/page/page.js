@@ -8,8 +8,10 @@ import { byId, write } from "./dom.js";
 import { span } from "./format.js";
 import { MemoryPanels } from "./memory.js";
 import { ModelTable, offerModels } from "./models.js";
+import { Player } from "./player.js";
 import { Readings } from "./readings.js";
-import { showRequests } from "./requests.js";
+import { RequestTable } from "./requests.js";
+import { Simulations } from "./simulations.js";
 
 const SIGHTLESS = "Memory, requests and decisions are shown to keys that may read /admin/state: the admin key, where there is one.";
 
@@ -24,7 +26,6 @@ async function refused(ordered) {
     if (!(error instanceof ApiError)) throw error;
     write(byId("refused"), error.message);
   }
-  readings.now();
 }
 
 function statusText() {
@@ -35,7 +36,8 @@ function statusText() {
   return [`${state}${reason ? `: ${reason}` : ""}`, `preset ${preset}`, device, `${open} open request${open === 1 ? "" : "s"}`, `up ${span(uptime)}`, `v${version}`].join(" · ");
 }
 
-const memory = new MemoryPanels(refused), models = new ModelTable(refused);
+const memory = new MemoryPanels(refused), models = new ModelTable(refused), requests = new RequestTable();
+const simulations = new Simulations(new Player());
 readings.listen(() => {
   write(byId("status"), statusText());
   byId("status").classList.toggle("bad", Boolean(readings.trouble));
@@ -44,14 +46,34 @@ readings.listen(() => {
   offerModels(readings);
   memory.show(readings, hasAdminKey());
   models.show(readings, hasAdminKey());
-  showRequests(readings);
+  requests.show(readings);
   showDecisions(readings);
+  simulations.show(readings);
 });
 new Conversation(readings);
+
+function showView(tab) {
+  for (const other of document.querySelectorAll("[role=tab]")) {
+    const shown = other === tab;
+    other.setAttribute("aria-selected", shown);
+    other.tabIndex = shown ? 0 : -1;
+    byId(other.getAttribute("aria-controls")).hidden = !shown;
+  }
+  dispatchEvent(new Event("resize")); // what was hidden has not been drawn
+}
+
 byId("keys-form").addEventListener("submit", (event) => {
   event.preventDefault();
   useKeys(byId("api-key").value.trim(), byId("admin-key").value.trim());
   byId("keys").open = false;
   readings.withNewKey();
 });
-readings.now();
+for (const tab of document.querySelectorAll("[role=tab]")) tab.addEventListener("click", () => showView(tab));
+document.querySelector("[role=tablist]").addEventListener("keydown", ({ key }) => {
+  const tabs = [...document.querySelectorAll("[role=tab]")], step = { ArrowLeft: -1, ArrowRight: 1 }[key];
+  if (!step) return;
+  const next = tabs[(tabs.indexOf(document.activeElement) + step + tabs.length) % tabs.length];
+  next.focus();
+  showView(next);
+});
+readings.follow();

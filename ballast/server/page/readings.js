@@ -1,11 +1,10 @@
-// Reads the server's state once a second while the page is seen, and shows it to listeners.
+// Follows the server's state while the page is seen, and shows it to listeners.
 
-import { ApiError, read, readRequests, readState } from "./api.js";
+import { ApiError, live, read } from "./api.js";
 
-const SECONDS = 1;
-const AGAIN_SECONDS = 2; // after a reading that failed
-const LAST = 40; // requests that have ended
-const CLOSED_SECONDS = 30; // until `/admin/state` is tried again with a key that does not open it
+const AGAIN_SECONDS = 2; // after a stream that ended, or models that were listed
+const SILENT_SECONDS = 15; // without an event of a stream that has one a second
+const CLOSED_SECONDS = 30; // until `/admin/live` is tried again with a key that does not open it
 
 // What is known: `state` as `/admin/state` has it and `requests` as `/admin/requests`, or null where the key does not open them; then
 // `listed` are the models of `/v1/models`. `trouble` says why there is nothing newer.
@@ -16,12 +15,14 @@ export class Readings {
     this.trouble = "";
     this.wantsKey = false;
     this.rates = new Map(); // output tokens per second, by name
+    this._models = new Map(); // as last sent, by name
     this._before = null;
     this._closedUntil = 0;
     this._listeners = [];
-    this._timer = 0;
-    this._reading = false;
-    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.now(); });
+    this._stopping = null;
+    this._hurries = false; // whether to begin anew at once
+    this._wake = () => {};
+    document.addEventListener("visibilitychange", () => (document.hidden ? this._stopping?.abort() : this._wake()));
   }
 
   listen(listener) { this._listeners.push(listener); }
@@ -35,38 +36,66 @@ export class Readings {
 
   statusOf(name) { return this.names.find((known) => known.name === name)?.status ?? ""; }
 
-  // Read at once with another key, and go on from there.
+  // Begin anew with another key.
   withNewKey() {
     this._closedUntil = 0;
-    this.now();
+    this._hurries = true;
+    this._stopping?.abort();
+    this._wake();
   }
 
-  // Read at once, and go on from there.
-  async now() {
-    clearTimeout(this._timer);
-    if (this._reading) return;
-    this._reading = true;
-    await this._read();
-    this._reading = false;
-    for (const listener of this._listeners) listener(this);
-    clearTimeout(this._timer);
-    if (!document.hidden) this._timer = setTimeout(() => this.now(), (this.trouble ? AGAIN_SECONDS : SECONDS) * 1000);
+  // Follow the server for ever.
+  async follow() {
+    for (;;) {
+      if (!document.hidden) await (performance.now() < this._closedUntil ? this._list() : this._stream());
+      this._show();
+      if (this._hurries) {
+        this._hurries = false;
+        continue;
+      }
+      await new Promise((resolve) => {
+        this._wake = resolve;
+        if (!document.hidden) setTimeout(resolve, AGAIN_SECONDS * 1000);
+      });
+    }
   }
 
-  async _read() {
-    if (performance.now() < this._closedUntil) return this._list();
+  async _stream() {
+    const stopping = (this._stopping = new AbortController());
+    let silence, silent = false;
+    const heard = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => { silent = true; stopping.abort(); }, SILENT_SECONDS * 1000);
+    };
+    heard();
+    this._models.clear();
     try {
-      const [state, requests] = await Promise.all([readState(), readRequests(LAST)]);
-      this._rate(state);
-      Object.assign(this, { state, requests, trouble: "", wantsKey: false });
+      for await (const event of live(stopping.signal)) {
+        heard();
+        this._take(event);
+        this._show();
+      }
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
       if ([401, 403, 404].includes(error.status)) {
         this._closedUntil = performance.now() + CLOSED_SECONDS * 1000;
         await this._list();
-      } else this.trouble = error.message;
+      } else if (silent || !stopping.signal.aborted) this.trouble = error instanceof ApiError ? error.message : "the server does not answer";
+    } finally {
+      clearTimeout(silence);
     }
   }
+
+  _take({ state, models, order, open, ended, decisions }) {
+    for (const [name, model] of Object.entries(models)) this._models.set(name, model);
+    order ??= this.state.models.map((model) => model.report.name);
+    state.models = order.map((name) => this._models.get(name));
+    state.decisions = decisions ?? this.state.decisions;
+    const seen = ended ? { ended, endedAt: performance.now() } : { ended: this.requests.ended, endedAt: this.requests.endedAt };
+    this._rate(state);
+    Object.assign(this, { state, requests: { open, ...seen }, trouble: "", wantsKey: false });
+  }
+
+  _show() { for (const listener of this._listeners) listener(this); }
 
   async _list() {
     this.state = this.requests = null;

@@ -8,10 +8,12 @@
 - `catalogue`: Lists the fleet's models for clients.
 - `generate`: Routes that generate, whole or streamed.
 - `health`: Routes for liveness and readiness probes.
+- `live`: `/admin/live`, the state as a stream of events.
 - `ollama`: Routes of Ollama's API.
 - `kv`: `/admin/kv`, the host's KV tiers.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
 - `page`: The page at `/`.
+- `simulations`: Routes that simulate and plan for the fleet, and play its story.
 - `state`: Read-only routes: `/metrics`, `/admin/state` and `/admin/requests`.
 - `texts`: Routes for tokenizing and embeddings.
 """

@@ -14,16 +14,17 @@ from starlette.responses import Response
 
 from ballast.core.actions import RECALL_SECONDS, ActivateCommand, EvictCommand
 from ballast.core.errors import Unavailable, UnknownModel
-from ballast.core.fleet_orders import Uncordon
 from ballast.core.model import ModelSpec
 from ballast.fleet.faults import unknown
 from ballast.fleet.field_types import Size
 from ballast.fleet.levels import said
 from ballast.fleet.schema import Keys, LiveKeys, NamedModelKeys
 from ballast.server.admin.admin_service import PATIENCE, AdminService
+from ballast.server.admin.simulations import Simulations
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
 from ballast.server.routes.kv import add_kv_routes
+from ballast.server.routes.simulations import add_simulation_routes
 from ballast.server.routes.state import decisions, models_now
 from ballast.server.service import Service
 
@@ -69,7 +70,9 @@ CHECKED: dict[str, Any] = {"dependencies": [Depends(_check_parameters)]}
 """Arguments of every route: its query parameters are checked."""
 
 
-def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> None:
+def add_admin_routes(
+    app: FastAPI, service: Service, admin: AdminService, simulations: Simulations
+) -> None:
     """Add the routes below `/admin` by which operators change the fleet. Where a path fits two
     routes, the one added first counts."""
     _add_model_routes(app, service, admin)
@@ -79,6 +82,7 @@ def add_admin_routes(app: FastAPI, service: Service, admin: AdminService) -> Non
     _add_device_routes(app, admin)
     add_kv_routes(app, service, CHECKED)
     _add_story_route(app, service)
+    add_simulation_routes(app, simulations, CHECKED)
 
 
 def _spec(service: Service, name: str) -> ModelSpec:
@@ -134,6 +138,8 @@ def _add_pin_routes(app: FastAPI, service: Service, admin: AdminService) -> None
         model = _spec(service, name)
         if model.base is not None:
             raise Fault(409, f"{name} is an adapter; ask for its base, {model.base}", "refused")
+        if model.guarantee and not pinned:
+            raise Fault(409, f"{name} has a guarantee, which includes its weights", "refused")
         await admin.change(model.name, {"pinned": pinned})
 
     @app.post("/admin/models/{name:path}/pin", **CHECKED)
@@ -203,7 +209,7 @@ def _add_device_routes(app: FastAPI, admin: AdminService) -> None:
 
     @app.post("/admin/devices/{name:path}/uncordon", **CHECKED)
     async def uncordon(name: str) -> Response:
-        await admin.execute(Uncordon(name))
+        await admin.uncordon(name)
         return answered({"name": name, "status": "uncordoned"})
 
     @app.post("/admin/devices/{name:path}/lend", **CHECKED)

@@ -11,15 +11,17 @@ from starlette.responses import Response
 from ballast.core.errors import UnknownModel
 from ballast.fleet.field_types import Size
 from ballast.fleet.schema import Keys
+from ballast.kv.directory import Tier
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
 from ballast.server.service import Service
 
 
 class KvTierKeys(Keys):
-    """Body of a request to change the tiers."""
+    """Body of a request to change the tiers' sizes."""
 
-    host: Size
+    host: Size | None = None
+    disk: Size | None = None
 
 
 def add_kv_routes(app: FastAPI, service: Service, checked: dict[str, Any]) -> None:
@@ -38,8 +40,9 @@ def add_kv_routes(app: FastAPI, service: Service, checked: dict[str, Any]) -> No
 
     @app.patch("/admin/kv", **checked)
     async def resize(sizes: KvTierKeys) -> Response:
-        _report()
-        kept.resize(sizes.host)
+        if sizes.disk is not None and all(t["tier"] != Tier.DISK for t in _report()["tiers"]):
+            raise Fault(409, "there is no kv_disk, in the fleet file or any more", "refused")
+        kept.resize(sizes.host, sizes.disk)
         return answered(_report())
 
     @app.delete("/admin/kv", **checked)

@@ -1,8 +1,8 @@
 """Add the routes of Ollama's API (`/api/...`), for clients that speak no other.
 
 They generate and describe. What would change the fleet is an operator's: `pull` succeeds for models
-that are served, and there are no other such routes. Where keys are asked for, these routes ask for
-one as well; Ollama's own client sends it as a header.
+that are served, or that the operator lets clients pull, and there are no other such routes. Where
+keys are asked for, these routes ask for one as well; Ollama's own client sends it as a header.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ballast import __version__
-from ballast.core.errors import UnknownModel
+from ballast.core.errors import BallastError, UnknownModel
 from ballast.core.model import ModelSpec
+from ballast.server.admin.pulls import Pulls
 from ballast.server.generate.embedding import numbers_of
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
@@ -54,12 +55,12 @@ from ballast.server.routes.openapi_document import OLLAMA_ERRORS, responses_of
 from ballast.server.service import Service
 
 
-def add_ollama_routes(app: FastAPI, service: Service) -> None:
+def add_ollama_routes(app: FastAPI, service: Service, pulls: Pulls) -> None:
     """Add the routes below `/api`."""
     _add_generating(app, service)
     _add_embedding(app, service)
     _add_listing(app, service)
-    _add_pull(app, service)
+    _add_pull(app, service, pulls)
 
 
 def _named(service: Service, name: str) -> str:
@@ -249,8 +250,8 @@ def _loaded_models(service: Service, caller: Caller) -> LoadedModels:
     return LoadedModels(found)
 
 
-def _add_pull(app: FastAPI, service: Service) -> None:
-    """Add `/api/pull`, for models that are served: others are an operator's to add."""
+def _add_pull(app: FastAPI, service: Service, pulls: Pulls) -> None:
+    """Add `/api/pull`: for models that are served, and others that the operator allows."""
 
     @app.post("/api/pull", responses=OLLAMA_ERRORS | responses_of(PullStatus, lines=True))
     async def pull(body: NamedRequest, request: Request) -> Response:
@@ -260,25 +261,51 @@ def _add_pull(app: FastAPI, service: Service) -> None:
             if service.models.awaited(name, caller) is None:
                 service.models.find(name, caller)
         except UnknownModel as error:
-            why = (
-                f"{error}; models are added by an operator (POST /admin/models, or the fleet file)"
-            )
-            raise Fault(403, why, "forbidden", "model") from error
-        if body.stream is False:
-            await _arrived(service, name, request)
-            return answered(PullStatus("success"))
-        return LineStream(_pulled(service, name, caller), lambda: None)
+            restricted = caller.key is not None and caller.key.models is not None
+            if restricted or service.models.knows(name) or not pulls.allows(name):
+                why = f"{error}; an operator adds models (POST /admin/models, or the fleet file), "
+                why += "or allows clients to pull them (`server.pull`)"
+                raise Fault(403, why, "forbidden", "model") from error
+            steps = _downloaded(pulls, name)
+        else:
+            steps = _pulled(service, name, caller)
+        if body.stream is not False:
+            return LineStream(_lines(steps), lambda: None)
+        try:
+            await unless_gone(request.receive, _last(steps))
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+        return answered(PullStatus("success"))
 
 
-async def _pulled(service: Service, name: str, caller: Caller) -> AsyncIterator[bytes]:
-    """Yield how far a model is loaded, until it serves or has failed."""
+async def _lines(steps: AsyncIterator[PullStatus]) -> AsyncIterator[bytes]:
+    """Yield steps as lines; an error is the last."""
+    try:
+        async for step in steps:
+            yield line(step)
+    except (Fault, BallastError) as error:
+        yield line_failed(Fault.of(error))
+
+
+async def _last(steps: AsyncIterator[PullStatus]) -> None:
+    async for _ in steps:
+        pass
+
+
+async def _downloaded(pulls: Pulls, name: str) -> AsyncIterator[PullStatus]:
+    """Yield how far a model is downloaded, until it serves. Raises Fault, Unavailable or
+    NotKept."""
+    yield PullStatus(f"pulling {name}")
+    async for step in pulls.pull(name):
+        yield PullStatus(f"pulling {name}", step.total, step.completed)
+    yield PullStatus("success")
+
+
+async def _pulled(service: Service, name: str, caller: Caller) -> AsyncIterator[PullStatus]:
+    """Yield how far a model is loaded, until it serves. Raises UnknownModel where that fails."""
     load = service.models.awaited(name, caller)
     while load is not None and not await service.loads.wait(load, 0.0):
-        yield line(PullStatus(service.loads.described(load)))
+        yield PullStatus(service.loads.described(load))
         await service.loads.wait(load, service.settings.ping_seconds)
-    try:
-        service.models.find(name, caller)
-    except UnknownModel as error:
-        yield line_failed(Fault.of(error))
-        return
-    yield line(PullStatus("success"))
+    service.models.find(name, caller)
+    yield PullStatus("success")

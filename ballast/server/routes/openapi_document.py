@@ -19,6 +19,7 @@ from ballast.server.http.json_response import (
     encode,
 )
 from ballast.server.messages_api.records import InputTokens, Message
+from ballast.server.observe.memory_history import History
 from ballast.server.observe.recent_requests import RequestList
 from ballast.server.observe.server_state import ServerNow
 from ballast.server.ollama_api.records import (
@@ -65,6 +66,7 @@ _ANSWERS = (
     RunningList,
     Version,
     RequestList,
+    History,
     ServerNow,
     ErrorBody,
     MessagesErrorBody,
@@ -101,6 +103,8 @@ def _errors(kind: type[msgspec.Struct]) -> Responses:
     }
 
 
+STREAM: Responses = {200: {"content": _EVENTS}}
+"""Response of a route that answers with a stream of events alone."""
 ERRORS = _errors(ErrorBody)
 """Error responses of every route, unless it has its own."""
 MESSAGES_ERRORS = _errors(MessagesErrorBody)

@@ -1,5 +1,5 @@
-"""Add the read-only routes `/metrics` (Prometheus), `/admin/state` (`ballast top`) and
-`/admin/requests`."""
+"""Add the read-only routes `/metrics` (Prometheus), `/admin/state` (`ballast top`),
+`/admin/requests` and `/admin/history`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ballast import __version__
@@ -16,6 +16,8 @@ from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.settings import Slo
 from ballast.server.access.gate import Gate
 from ballast.server.http.json_response import answered
+from ballast.server.http.request_context import context_of
+from ballast.server.observe.memory_history import History
 from ballast.server.observe.metrics import CONTENT_TYPE, Metrics
 from ballast.server.observe.recent_requests import KEPT, RequestList
 from ballast.server.observe.server_state import DeviceNow, ModelNow, NameNow, ServerNow
@@ -24,12 +26,13 @@ from ballast.server.routes.health import status
 from ballast.server.routes.openapi_document import responses_of
 from ballast.server.service import Service
 
+DAY = 86400.0
 LAST_DECISIONS = 50
 """Decisions in `/admin/state`; `/admin/story` returns more."""
 
 
 def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add `/metrics`, `/admin/state` and `/admin/requests`."""
+    """Add the routes."""
 
     # Not a coroutine: FastAPI runs it on a thread, since encoding all metrics is slow.
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -41,11 +44,18 @@ def add_observe_routes(app: FastAPI, service: Service, gate: Gate) -> None:
     async def state() -> Response:
         # Sorting the latencies of many models is slow.
         models = await asyncio.to_thread(models_now, service)
-        return answered(_server(service, gate, models))
+        return answered(server_now(service, gate, models))
 
     @app.get("/admin/requests", responses=responses_of(RequestList))
-    async def requests(last: Annotated[int, Query(ge=0, le=KEPT)] = 100) -> Response:
-        return answered(service.requests.listed(last))
+    async def requests(
+        request: Request, last: Annotated[int, Query(ge=0, le=KEPT)] = 100
+    ) -> Response:
+        admin = context_of(request.scope).caller.admin
+        return answered(service.requests.listed(last, admin))
+
+    @app.get("/admin/history", responses=responses_of(History))
+    async def history(seconds: Annotated[float, Query(gt=0, le=DAY)] = DAY) -> Response:
+        return answered(service.history.last(seconds, service.wall.now()))
 
 
 def models_now(service: Service) -> list[ModelNow]:
@@ -67,7 +77,8 @@ def decisions(service: Service, last: int, model: str | None = None) -> list[dic
     return found[-last:] if last > 0 else []
 
 
-def _server(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
+def server_now(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNow:
+    """Collect the state of the server, with the state of its models."""
     controller = service.controller
     report = controller.devices.report or _unreported(controller.devices)
     return ServerNow(
@@ -105,7 +116,7 @@ def _device(device: RemoteDevice) -> DeviceNow:
     return DeviceNow(
         device=device.name,
         status=status,
-        reason=device.down,
+        reason="it waits for a host with room" if device.waits_for_host else device.down,
         restarts=device.restarts,
         open=len(device.requests),
         page_bytes=report.page_bytes,
@@ -120,6 +131,8 @@ def _device(device: RemoteDevice) -> DeviceNow:
         fetched_tokens=report.fetched_tokens,
         moved_in=device.moved_in,
         cordoned=device.cordoned,
+        host=device.host,
+        cached_pages=sum(model.cached_pages for model in report.models),
     )
 
 
@@ -147,7 +160,7 @@ def _model(service: Service, report: ModelReport) -> ModelNow:
     served = [s for s in spec.served if service.models.serves(s.name)] or [spec]
     names = [_name(service.metrics, s.name, s.slo) for s in served]
     homes = [d.name for d in service.controller.devices.values() if d.serves(report.name)]
-    return ModelNow(status, report, names, spec.pinned, homes)
+    return ModelNow(status, report, names, spec.pinned, homes, spec.guarantee, spec.limit)
 
 
 def _name(metrics: Metrics, name: str, slo: Slo | None) -> NameNow:

@@ -123,7 +123,7 @@ def _add_embedding_route(app: FastAPI, service: Service) -> None:
 
 
 def _add_score_routes(app: FastAPI, service: Service) -> None:
-    """Add `/v1/rerank` and `/v1/score`: cosines of embeddings."""
+    """Add `/v1/rerank` and `/v1/score`: cosines of embeddings, or a cross encoder's scores."""
 
     async def scored(
         body: EmbeddedTexts,
@@ -132,9 +132,10 @@ def _add_score_routes(app: FastAPI, service: Service) -> None:
         pairs: Callable[[], Sequence[tuple[int, int]]],
         form: Callable[[list[float], EmbeddingUsage], Reranking | ScoreList],
     ) -> Response:
-        embedding = await service.embed(body, answer_id, context_of(request.scope))
+        embedding = await service.embed(body, answer_id, context_of(request.scope), pairs)
         try:
-            found = await unless_gone(request.receive, embedding.similarities(pairs()))
+            scores = embedding.scores() if embedding.of_pairs else embedding.similarities(pairs())
+            found = await unless_gone(request.receive, scores)
             count = embedding.usage.prompt_tokens
             return answered(form(found, EmbeddingUsage(prompt_tokens=count, total_tokens=count)))
         except ClientGone:

@@ -9,6 +9,9 @@ request. This process ends when the server closes its end of `control`, and all 
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.metadata
+import importlib.util
 import os
 import resource
 import signal
@@ -40,8 +43,7 @@ _DECODER = msgspec.json.Decoder(TemplateJob)
 
 def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
     """Fork and kill children at the server's request, until the server closes its end."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    render_jinja_template = _renderer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
     gc.freeze()  # shared by all children: a collection would cause copies
     parent, forks = os.getpid(), 0
@@ -67,6 +69,23 @@ def main(control_fd: int, cpu_seconds: float, memory_bytes: int) -> None:
             elif pid := children.get(int.from_bytes(message[1:], "big")):
                 os.kill(pid, signal.SIGKILL)
             children = {n: pid for n, pid in children.items() if not _ended(pid)}
+
+
+def _renderer() -> Any:
+    """Import the renderer of `transformers` without the package's `__init__`, which takes a second
+    of processor time to list the modules of all models."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    package: Any = importlib.util.module_from_spec(spec)
+    package.__version__ = importlib.metadata.version("transformers")
+    sys.modules["transformers"] = package
+    try:
+        module = importlib.import_module("transformers.utils.chat_template_utils")
+    except (ImportError, AttributeError):  # of a version that needs more of its package
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+            del sys.modules[name]
+        module = importlib.import_module("transformers.utils.chat_template_utils")
+    return module.render_jinja_template
 
 
 def _ended(pid: int) -> bool:

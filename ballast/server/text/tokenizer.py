@@ -150,6 +150,19 @@ class Tokenizer:
             raise TooManyTokens(len(text), found)
         return ids
 
+    def encode_pair(self, first: str, second: str, most: int) -> tuple[list[int], int]:
+        """Encode a pair of texts as a cross encoder wants it; returns the token ids, and the first
+        position of the second text, 0 where the tokenizer does not tell them apart.
+
+        Raises TooManyTokens where there are more than `most`, and TokenizerFailed."""
+        with _failures(), self._lock:
+            found = self._tokenizer(first, second, return_token_type_ids=True, verbose=False)
+        ids = list(found["input_ids"])
+        if len(ids) > most:
+            raise TooManyTokens(len(first) + len(second), len(ids))
+        types = list(found["token_type_ids"])
+        return ids, types.index(1) if 1 in types else 0
+
     def _encoded(self, text: str, special: bool, most: int | None) -> tuple[int, list[int] | None]:
         """Number of tokens, and the tokens unless there are more than `most`."""
         if self._backend is None:

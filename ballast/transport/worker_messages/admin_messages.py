@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
+from ballast.core.fleet_state import OPERATOR, Command
 from ballast.transport.decoding import MalformedMessage
 from ballast.transport.worker_messages.message import WorkerMessage
 
@@ -14,7 +15,7 @@ from ballast.transport.worker_messages.message import WorkerMessage
 class CommandMsg(WorkerMessage, frozen=True):
     """An operator's command, in the field of its type; answered by `CommandDoneMsg` with its id.
 
-    Exactly one field is set; it identifies the type, as plain dataclasses carry no tag.
+    Exactly one command is set; its field identifies the type, as plain dataclasses carry no tag.
     """
 
     id: int
@@ -26,11 +27,13 @@ class CommandMsg(WorkerMessage, frozen=True):
     lend: Lend | None = None
     recall: Recall | None = None
     scrub: ScrubKv | None = None
+    by: str = OPERATOR
+    """Who ordered it."""
 
     @classmethod
-    def of(cls, id: int, order: DeviceCommand) -> CommandMsg:
+    def of(cls, id: int, order: Command, by: str = OPERATOR) -> CommandMsg:
         """Wrap a command."""
-        return cls(id, **{_FIELDS[type(order)]: order})  # type: ignore[arg-type]
+        return cls(id, **{_FIELDS[type(order)]: order}, by=by)  # type: ignore[arg-type]
 
     @property
     def order(self) -> DeviceCommand:
@@ -43,7 +46,7 @@ class CommandMsg(WorkerMessage, frozen=True):
         return given[0]
 
 
-_FIELDS: dict[type[DeviceCommand], str] = {
+_FIELDS: dict[type[Command], str] = {
     Add: "add",
     Remove: "remove",
     Change: "change",

@@ -70,7 +70,7 @@ _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 
 
-def encode(message: ToWorker | ToServer) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Encode a message as MessagePack."""
     return _encoder.encode(message)
 

@@ -1,6 +1,7 @@
 """Define the messages by which the server starts, watches and ends a worker.
 
-Exchanged by `LocalWorker` and `RemoteDevice` in the server with `Worker` in the worker's process.
+Exchanged by `SupervisedWorker` and `RemoteDevice` in the server with `Worker` in the worker's
+process.
 """
 
 from __future__ import annotations

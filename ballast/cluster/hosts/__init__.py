@@ -1,0 +1,29 @@
+"""Serve one fleet with workers on many hosts.
+
+::
+
+    server ── HostConnection ── (CURVE) ──> HostAgent, one a host   starts and ends workers
+       │                                        │ child processes
+       └──── HostedWorker ──── (CURVE) ──> worker, one a device   as on the server's own host
+
+Ray places devices on hosts, and starts and restarts the agents; nothing else passes through it, and
+only `ray_process` imports it. What a worker says to the server is what it says on one host.
+
+On each host:
+
+- `agent`: Keep the workers of one host for a server that is elsewhere.
+- `agent_process`: The entry point of an agent.
+- `model_exchange`: Models that other hosts keep, and that are sent to them.
+- `model_transfer`: Send and receive a model between two hosts, in chunks, checked.
+
+In the server:
+
+- `host_choice`: Which host a device comes to.
+- `host_connection`: A server's connection to the agent of one host.
+- `hosted_worker`: A worker on another host, as `WorkerLink`.
+- `hosted_workers`: The hosts of a server, and the workers of devices on them.
+- `model_copies`: Which host sends a model to which.
+- `ray_cluster`: The hosts of a Ray cluster, through a process of its own.
+- `ray_messages`: Messages between the server and that process.
+- `ray_process`: The process that speaks to Ray.
+"""

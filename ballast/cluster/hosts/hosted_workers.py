@@ -1,0 +1,240 @@
+"""The hosts of a server, and the workers of devices on them: a `WorkerSource`.
+
+A device stays on its host while that can be used. A host that is gone or drained gives its devices
+to others: their next workers start there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ballast.cluster.hosts.host_choice import DeviceNeed, HostInfo, needs_of
+from ballast.cluster.hosts.host_connection import HostConnection
+from ballast.cluster.hosts.hosted_worker import HostedWorker
+from ballast.cluster.hosts.model_copies import ModelCopies
+from ballast.cluster.hosts.ray_cluster import RayCluster
+from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.spare_worker import SpareWorker
+from ballast.core.errors import BallastError, ConfigError, Unavailable
+from ballast.core.settings import FleetSettings
+from ballast.transport.host_messages import ModelReport
+
+log = logging.getLogger(__name__)
+
+MEET_SECONDS = 60.0
+"""Time for a host's agent to connect."""
+
+
+class HostProvider(Protocol):
+    """What places devices on hosts; `RayCluster` is one."""
+
+    async def start(self) -> None: ...
+
+    async def hosts(self) -> dict[str, HostInfo]: ...
+
+    async def reserve(
+        self, device: str, need: DeviceNeed, avoid: Collection[str], doubtful: Collection[str]
+    ) -> str: ...
+
+    async def open(self, node: str, worker_command: Sequence[str]) -> tuple[str, str]: ...
+
+    async def connect(self, node: str, address: str, key: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def check_hosted(fleet: FleetSettings) -> None:
+    """Raise ConfigError for what a fleet cannot have on many hosts."""
+    for i, (device, _) in enumerate(fleet.devices.values()):
+        if device.gpu is not None or device.tensor_parallel > 1:
+            raise ConfigError(f"devices[{i}].name", device.name, "hosts of Ray have CPUs so far")
+    if fleet.kv.host_bytes:
+        raise ConfigError("kv_host", fleet.kv.host_bytes, "not kept on many hosts so far")
+
+
+@dataclass(frozen=True, slots=True)
+class RayHosts:
+    """The hosts of a Ray cluster."""
+
+    address: str
+    """Of the cluster."""
+    local: bool = True
+    """As of `HostConnection`."""
+
+
+async def hosted_on_ray(
+    ray: RayHosts, fleet: FleetSettings, worker_command: Sequence[str]
+) -> HostedWorkers:
+    """Return workers on the nodes of a Ray cluster, connected. Raises ConfigError and
+    Unavailable."""
+    command = () if tuple(worker_command) == COMMAND else worker_command  # of each host's Python
+    workers = HostedWorkers(RayCluster(ray.address), fleet, command, local=ray.local)
+    try:
+        await workers.start()
+    except BaseException:
+        await workers.close()
+        raise
+    return workers
+
+
+class HostedWorkers:
+    """Workers on the hosts of a provider."""
+
+    def __init__(
+        self,
+        provider: HostProvider,
+        fleet: FleetSettings,
+        worker_command: Sequence[str] = (),
+        *,
+        local: bool = True,
+    ) -> None:
+        """`worker_command`: empty: the workers of this package. `local`: as of `HostConnection`."""
+        check_hosted(fleet)
+        self._provider, self._fleet, self._local = provider, fleet, local
+        self._command = tuple(worker_command)
+        self._needs: dict[str, DeviceNeed] = {}
+        self._links: dict[str, HostConnection] = {}
+        """The latest connection to each host, by node."""
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._nodes: dict[str, str] = {}
+        """Host of each device."""
+        self._spares: dict[str, SpareWorker[HostedWorker]] = {}
+        self._drained: dict[str, list[str]] = {}
+        """Names of hosts that get no device, with those that they had when they were drained."""
+        self._copies = ModelCopies()
+        self._reserving: dict[str, asyncio.Future[str]] = {}
+        """Devices that wait for a host."""
+
+    async def start(self) -> None:
+        """Connect to the provider. Raises ConfigError and Unavailable."""
+        await self._provider.start()
+        hosts = await self._provider.hosts()
+        self._needs = needs_of(self._fleet, {node: host.cpus for node, host in hosts.items()})
+        log.info("%d devices on %d hosts", len(self._needs), len(hosts))
+
+    def connection_of(self, device: str) -> HostConnection | None:
+        """Return the connection to a device's host; None: it has none now."""
+        link = self._links.get(self._nodes.get(device, ""))
+        return None if link is None or link.gone else link
+
+    def host_of(self, device: str) -> str:
+        link = self.connection_of(device)
+        return "" if link is None else link.name
+
+    def waits(self, device: str) -> bool:
+        return device in self._reserving
+
+    async def set_drained(self, host: str, drained: bool) -> list[str] | None:
+        if host in self._needs:
+            return None  # a device
+        known = {info.name for info in (await self._provider.hosts()).values()}
+        if host not in known | self._drained.keys():
+            return None
+        before = self._drained.pop(host, [])
+        here = [device for device in self._needs if self.host_of(device) == host]
+        concerned = sorted({*before, *here})
+        if drained:
+            self._drained[host] = concerned
+        for reserving in self._reserving.values():
+            reserving.cancel()
+        return concerned
+
+    def first(self, device: str) -> HostedWorker:
+        return HostedWorker(partial(self._find, device))
+
+    async def next(self, device: str) -> HostedWorker:
+        link, threads = await self._find(device)
+        spare = self._spares.get(link.node)
+        worker = None if spare is None else await spare.take()
+        if worker is None:
+            return self.first(device)
+        worker.threads = threads
+        return worker
+
+    async def prepare(self) -> None:
+        for node in set(self._nodes.values()):
+            link = self._links.get(node)
+            if link is None or link.gone:
+                continue
+            if node not in self._spares:
+                make = partial(HostedWorker, partial(self._spare_host, node))
+                self._spares[node] = SpareWorker(make)
+            await self._spares[node].prepare()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(spare.close() for spare in self._spares.values()))
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await self._provider.close()
+
+    def forget(self, model: str) -> None:
+        """Keep the segments of a model no longer: it has left the fleet."""
+        for link in self._links.values():
+            link.forget(model)
+
+    async def _spare_host(self, node: str) -> tuple[HostConnection, int | None]:
+        return await self._link(node), None
+
+    async def _find(self, device: str) -> tuple[HostConnection, int]:
+        """Return the host of a device, with its threads; waits until one has room. Raises
+        Unavailable."""
+        node = self._nodes.get(device)
+        link = self._links.get(node or "")
+        if node is None or (link is not None and (link.gone or link.name in self._drained)):
+            node = self._nodes[device] = await self._reserve(device)
+        try:
+            return await self._link(node), self._needs[device].cpus
+        except BallastError:
+            self._nodes.pop(device, None)  # another host, the next time
+            raise
+
+    async def _reserve(self, device: str) -> str:
+        """Return a host for a device, which is not drained; begins anew where that changes."""
+        while True:
+            names = {node: host.name for node, host in (await self._provider.hosts()).items()}
+            avoid = [node for node, name in names.items() if name in self._drained]
+            gone = {node for node, link in self._links.items() if link.gone}
+            reserving = asyncio.ensure_future(
+                self._provider.reserve(device, self._needs[device], avoid, gone)
+            )
+            self._reserving[device] = reserving
+            try:
+                await asyncio.wait({reserving})
+            finally:
+                del self._reserving[device]
+                reserving.cancel()
+            if not reserving.cancelled() and names.get(reserving.result()) not in self._drained:
+                return reserving.result()
+
+    def _report(self, host: HostConnection, report: ModelReport | None) -> None:
+        """Have hosts send models to each other."""
+        if report is None:
+            orders = self._copies.leave(host.node)
+        else:
+            orders = self._copies.handle(host.node, report)
+        for node, order in orders:
+            self._links[node].send(order)
+
+    async def _link(self, node: str) -> HostConnection:
+        """Return the connection to a host, made anew where there is none or it was lost."""
+        async with self._opening.setdefault(node, asyncio.Lock()):
+            link = self._links.get(node)
+            if link is not None and not link.gone:
+                return link
+            host = (await self._provider.hosts()).get(node)
+            if host is None:
+                raise Unavailable(f"host {node} is gone")
+            key, ip = await self._provider.open(node, self._command)
+            made = HostConnection(node, host.name, ip, key, self._report, local=self._local)
+            self._links[node] = made
+            await self._provider.connect(node, made.address, made.key)
+            await made.meet(self._fleet.has_gpus, MEET_SECONDS)
+            assert made.hello is not None
+            self._copies.join(node, host.ip, made.hello.machine)
+            where = "the server's own host" if made.is_servers else "over TCP"
+            log.info("host %s is connected, %s", host.name, where)
+            return made

@@ -1,0 +1,67 @@
+"""Define the messages between the server and the process that speaks to Ray: lines of JSON.
+
+Sent by `RayCluster`, answered by `ray_process`, one answer to each request, in any order.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ballast.cluster.hosts.host_choice import DeviceNeed, HostInfo
+
+
+class RayMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A request, with a number that its answer has too."""
+
+    id: int
+
+
+class HostsMsg(RayMessage, frozen=True):
+    """List the hosts of the cluster."""
+
+
+class ReserveHostMsg(RayMessage, frozen=True):
+    """Reserve a device's resources on a host, for as long as the process runs, in place of any that
+    it had; wait until there are some."""
+
+    device: str
+    need: DeviceNeed
+    avoid: tuple[str, ...]
+    doubtful: tuple[str, ...]
+
+
+class OpenHostMsg(RayMessage, frozen=True):
+    """Start an agent on a host, unless one is there that no server has been connected with."""
+
+    node: str
+    worker_command: tuple[str, ...]
+
+
+class ConnectHostMsg(RayMessage, frozen=True):
+    """Connect a host's agent with the server."""
+
+    node: str
+    address: str
+    key: str
+    """The server's public key."""
+
+
+class RayAnswer(msgspec.Struct, frozen=True):
+    """The answer to a request."""
+
+    id: int
+    error: str = ""
+    """Why it was not done; empty: it was."""
+    node: str = ""
+    """Host that has a device's resources."""
+    key: str = ""
+    """Public key of an agent."""
+    ip: str = ""
+    """Address of the server's host in the cluster's network."""
+    hosts: dict[str, HostInfo] = {}
+    """By node."""
+    addresses: tuple[str, ...] = ()
+    """Of the hosts; in the first answer, with which the process begins."""
+
+
+RayRequest = HostsMsg | ReserveHostMsg | OpenHostMsg | ConnectHostMsg

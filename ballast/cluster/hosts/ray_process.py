@@ -1,0 +1,254 @@
+"""Speak to Ray for a server: `python -m ballast.cluster.hosts.ray_process --ray ADDRESS ...`.
+
+Started by `RayCluster`. The only module that imports Ray, in a process of its own: Ray's threads
+and signals, and its habit to end a process whose cluster is gone, stay out of the server's. Ray
+gets addresses, sizes and public keys, no secret and nothing of clients.
+
+A device's resources are a placement group, which waits where no host has room: that is how Ray's
+autoscaler learns what is wanted. A host's agent is the child of an actor; where either ends Ray
+starts both again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ballast.cluster.hosts.agent_process import Server
+from ballast.cluster.hosts.host_choice import HostInfo, HostRoom, choose_host
+from ballast.cluster.hosts.ray_messages import (
+    ConnectHostMsg,
+    HostsMsg,
+    OpenHostMsg,
+    RayAnswer,
+    RayRequest,
+    ReserveHostMsg,
+)
+from ballast.isolation.environment import child_environment
+from ballast.isolation.orphan import die_with
+
+log = logging.getLogger(__name__)
+
+NODE_LABEL = "ray.io/node-id"
+OTHER_ROOM_SECONDS = 5.0
+"""Time after which a chosen host that has no room after all is not waited for."""
+
+LINGER_SECONDS = 10.0
+"""Time for an agent to end whose server has lost it."""
+
+
+class HostActor:
+    """Holds a host's agent, on that host. Ray restarts it where it or the agent ends."""
+
+    def __init__(self, worker_command: Sequence[str]) -> None:
+        environment = child_environment()
+        # Ray's, for an actor without CPUs; a worker sets its own number of threads.
+        environment.pop("OMP_NUM_THREADS", None)
+        command = [sys.executable, "-m", "ballast.cluster.hosts.agent_process"]
+        command += ["--parent", str(os.getpid())]
+        if worker_command:
+            command += ["--worker", *worker_command]
+        self._agent = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        assert self._agent.stdout is not None
+        self._key = self._agent.stdout.readline().decode().strip()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        self._agent.wait()
+        os._exit(1)
+
+    def key(self) -> str:
+        """Return the agent's public key."""
+        return self._key
+
+    def connect(self, address: str, key: str) -> None:
+        """Connect the agent with the server."""
+        assert self._agent.stdin is not None
+        self._agent.stdin.write(msgspec.json.encode(Server(address, key)) + b"\n")
+        self._agent.stdin.flush()
+
+
+class RayDriver:
+    """Carries out requests, each on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, PlacementGroup] = {}
+        """Of each device: what it has, or waits for."""
+        self._nodes: dict[str, str] = {}
+        """Host of each device."""
+        self._actors: dict[str, Any] = {}
+        self._connected: dict[str, str] = {}
+        """Key of the agent of each host that has been connected."""
+        self._lock = threading.Lock()
+
+    def answer(self, request: RayRequest) -> RayAnswer:
+        """Carry out a request; errors of Ray become answers."""
+        try:
+            match request:
+                case HostsMsg():
+                    return RayAnswer(request.id, hosts=_hosts())
+                case ReserveHostMsg():
+                    return RayAnswer(request.id, node=self._reserve(request))
+                case OpenHostMsg():
+                    return self._open(request)
+                case ConnectHostMsg():
+                    actor = self._actors[request.node]
+                    ray.get(actor.connect.remote(request.address, request.key), timeout=30)
+                    return RayAnswer(request.id)
+        except (ray.exceptions.RayError, OSError, ValueError, KeyError, TimeoutError) as error:
+            return RayAnswer(request.id, error=f"Ray: {type(error).__name__}: {error}")
+
+    def _reserve(self, request: ReserveHostMsg) -> str:
+        device, need = request.device, request.need
+        with self._lock:
+            self._release(device)
+            chosen = choose_host(need, self._rooms(), request.avoid, request.doubtful)
+            if chosen is not None:
+                self._nodes[device] = chosen
+        bundle = {"CPU": float(need.cpus), "memory": float(need.memory)}
+        group = self._group(device, bundle, _only(chosen, request.avoid))
+        if chosen is not None and not group.wait(OTHER_ROOM_SECONDS):  # others were faster
+            self._check(device, group)
+            group = self._group(device, bundle, _only(None, request.avoid))
+        while not group.wait(1.0):
+            self._check(device, group)
+            log.info("device %s waits for %d CPUs and %d bytes", device, need.cpus, need.memory)
+        self._check(device, group)
+        table = ray.util.placement_group_table(group)
+        (node,) = table["bundles_to_node_id"].values()
+        with self._lock:
+            self._nodes[device] = node
+        return str(node)
+
+    def _group(
+        self, device: str, bundle: dict[str, float], where: dict[str, str]
+    ) -> PlacementGroup:
+        """Have a group reserved for a device, in place of the one that it had."""
+        with self._lock:
+            node = self._nodes.get(device)
+            self._release(device)
+            made = placement_group([bundle], bundle_label_selector=[where])
+            self._groups[device] = made
+            if node is not None:
+                self._nodes[device] = node  # chosen: others are not to choose it as well
+            return made
+
+    def _release(self, device: str) -> None:
+        if (group := self._groups.pop(device, None)) is not None:
+            remove_placement_group(group)
+        self._nodes.pop(device, None)
+
+    def _check(self, device: str, group: PlacementGroup) -> None:
+        """Raise ValueError if a group has been replaced by that of a later request."""
+        if self._groups.get(device) is not group:
+            raise ValueError(f"{device} does not wait any more")
+
+    def _rooms(self) -> list[HostRoom]:
+        free = ray._private.state.available_resources_per_node()
+        devices = list(self._nodes.values())
+        return [
+            HostRoom(
+                id := node["NodeID"],
+                free.get(id, {}).get("CPU", 0.0),
+                free.get(id, {}).get("memory", 0.0),
+                devices.count(id),
+            )
+            for node in _nodes()
+        ]
+
+    def _open(self, request: OpenHostMsg) -> RayAnswer:
+        node = request.node
+        actor = self._actors.get(node)
+        if actor is None:
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+            made = ray.remote(HostActor).options(scheduling_strategy=where, **options)
+            actor = self._actors[node] = made.remote(list(request.worker_command))
+        key = ray.get(actor.key.remote(), timeout=60)
+        since = time.monotonic()
+        while key == self._connected.get(node):  # of an agent that has ended: Ray starts another
+            time.sleep(0.1)
+            if time.monotonic() - since > LINGER_SECONDS:
+                ray.kill(actor, no_restart=False)
+                since = time.monotonic()
+            key = ray.get(actor.key.remote(), timeout=60)
+        self._connected[node] = key
+        return RayAnswer(request.id, key=key, ip=ray.util.get_node_ip_address())
+
+
+def _only(node: str | None, avoid: Sequence[str]) -> dict[str, str]:
+    """Return a selector of labels: one host, or all but some."""
+    if node is not None:
+        return {NODE_LABEL: node}
+    return {NODE_LABEL: f"!in({','.join(avoid)})"} if avoid else {}
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _hosts() -> dict[str, HostInfo]:
+    """Return the hosts that there are, each with a name of its own."""
+    nodes = _nodes()
+    names = [node["NodeName"] for node in nodes]
+    found = {}
+    for node, name in zip(nodes, names, strict=True):
+        id, cpus = node["NodeID"], node["Resources"].get("CPU", 0.0)
+        full = name if names.count(name) == 1 else f"{name}-{id[:6]}"
+        found[id] = HostInfo(full, cpus, node["NodeManagerAddress"])
+    return found
+
+
+def main() -> None:
+    """Answer requests until the server closes the connection."""
+    parser = argparse.ArgumentParser(prog="ballast.cluster.hosts.ray_process")
+    parser.add_argument("--ray", required=True, help="address of the cluster")
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the connection")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the server")
+    arguments = parser.parse_args()
+    die_with(arguments.parent)
+    connection = socket.socket(fileno=arguments.fd)
+    lock = threading.Lock()
+
+    def send(answer: RayAnswer) -> None:
+        with lock:
+            connection.sendall(msgspec.json.encode(answer) + b"\n")
+
+    try:
+        ray.init(
+            address=arguments.ray,
+            namespace="ballast",
+            log_to_driver=False,
+            logging_level="warning",
+            configure_logging=False,
+        )
+        send(RayAnswer(0, addresses=tuple(node["NodeManagerAddress"] for node in _nodes())))
+    except (ray.exceptions.RayError, OSError, ValueError, RuntimeError) as error:
+        send(RayAnswer(0, error=f"{type(error).__name__}: {error}"))
+        return
+    driver = RayDriver()
+    decoder = msgspec.json.Decoder(RayRequest)
+    with connection.makefile("rb") as lines, ThreadPoolExecutor(32) as threads:
+        for line in lines:
+            threads.submit(lambda request: send(driver.answer(request)), decoder.decode(line))
+        os._exit(0)  # the server has gone: actors and groups end with this process
+
+
+if __name__ == "__main__":
+    main()
