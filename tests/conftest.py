@@ -11,9 +11,12 @@ the tests' own process goes as much slower. `scripts/test_everywhere` uses it.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +25,18 @@ from hypothesis import HealthCheck, settings
 from ballast.core.event import Event
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from tests.poison import poison_freed_kv
+from tests.remembered import remember_inspections
 
 LONG_EXAMPLES = 1000
 """Examples of each property that has no number of its own, in the profile `long`."""
+FIXED_EXAMPLES = 30
+"""The same examples each time say little more by being many."""
 settings.register_profile(
-    "fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    "fixed",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    max_examples=FIXED_EXAMPLES,
 )
 settings.register_profile(
     "long", settings.get_profile("fixed"), derandomize=False, max_examples=LONG_EXAMPLES
@@ -37,6 +47,11 @@ settings.load_profile("fixed")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+# Tests start some hundred processes: that each compiles the whole package anew, as this variable of
+# some shells and images has it, doubles what a start costs.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The same kernels on every machine, whatever else it does; and no file of the user's.
 os.environ["BALLAST_CHOICES"] = ""
@@ -68,6 +83,7 @@ if SPEED != 1.0:
     _seem_faster(SPEED)
 
 poison_freed_kv()
+remember_inspections()
 
 LONGEST = "server", "cluster", "bench"
 """Folders whose files take longest."""
@@ -77,3 +93,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no process of several is left alone with it."""
     tests = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def levels_of_logs() -> Iterator[None]:
+    """What a server in the tests' own process makes of the log's level ends with the test."""
+    level = logging.getLogger("ballast").level
+    yield
+    logging.getLogger("ballast").setLevel(level)

@@ -227,7 +227,7 @@ def test_a_server_that_starts_says_so(
     monkeypatch.setattr("ballast.server.serve.serve", serve)
     with caplog.at_level("INFO", "ballast"):
         invoke("serve", tmp_path / "fleet.yaml", "--no-changes")
-    assert served == ["1 model from 1MiB of cpu:0, balloon"]
+    assert served == ["1 model from 1MiB of cpu:0, ballast"]
     assert caplog.messages[0] == f"starting {served[0]}"
 
 

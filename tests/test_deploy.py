@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -90,4 +94,91 @@ def test_the_unit_is_confined() -> None:
 
 
 def test_the_documentation_has_the_unit_as_it_is() -> None:
-    assert f"```ini\n{UNIT}```\n" in (ROOT / "docs" / "deploy.md").read_text()
+    assert f"```ini\n{UNIT}```\n" in (ROOT / "docs" / "systemd.md").read_text()
+
+
+def test_compose_runs_the_image_as_it_is_built() -> None:
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    service = compose["services"]["ballast"]
+    build = ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]
+    assert build.resolve() == ROOT / "Containerfile"
+    [command] = re.findall(r"^CMD (\[\"serve.*)$", CONTAINER, re.MULTILINE)
+    assert service["command"] == yaml.safe_load(command)
+    [port] = re.findall(r"^EXPOSE (\d+)$", CONTAINER, re.MULTILINE)
+    [published] = service["ports"]
+    assert published.startswith("127.0.0.1:")
+    assert published.endswith(f":{port}")
+    places = [
+        volume.split(":")[-2 if volume.endswith(":ro") else -1] for volume in service["volumes"]
+    ]
+    for name in ("VOLUME", "WORKDIR"):
+        assert re.findall(rf"^{name} (\S+)$", CONTAINER, re.MULTILINE)[-1] in places
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    variables = set(re.findall(r"\$\{(\w+)", (ROOT / "deploy" / "compose.yaml").read_text()))
+    page = (ROOT / "docs" / "container.md").read_text()
+    assert {name for name in variables if f"`{name}`" in page} == variables
+
+
+def chart() -> Any:
+    """The module `scripts/render_chart`."""
+    path = str(ROOT / "scripts" / "render_chart")
+    loader = importlib.machinery.SourceFileLoader("render_chart", path)
+    spec = importlib.util.spec_from_loader("render_chart", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_the_manifest_is_the_chart_with_its_defaults() -> None:
+    render = chart()
+    assert (ROOT / "deploy" / "kuberay.yaml").read_text() == render.rendered(render.defaults())
+
+
+def test_the_chart_uses_every_value_and_names_none_that_is_missing() -> None:
+    render = chart()
+    values = render.defaults()
+    marked = {
+        key: f"mark-{key}" if isinstance(value, str) else {k: f"mark-{key}-{k}" for k in value}
+        for key, value in values.items()
+    }
+    text = render.rendered(marked, "mark-release")
+    assert "{{" not in text
+    for mark in (m for v in marked.values() for m in ([v] if isinstance(v, str) else v.values())):
+        assert mark in text
+    with pytest.raises(KeyError):
+        render.rendered({**values, "hosts": {}})
+
+
+def test_nodes_of_a_cluster_are_closed_and_confined() -> None:
+    cluster, service = yaml.safe_load_all((ROOT / "deploy" / "kuberay.yaml").read_text())
+    spec = cluster["spec"]
+    assert spec["authOptions"] == {"mode": "token"}, "Ray runs code for who reaches it"
+    head = spec["headGroupSpec"]["template"]
+    pods = [head["spec"], *(g["template"]["spec"] for g in spec["workerGroupSpecs"])]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["resources"]["limits"].keys() == {"memory"}, "no limit of CPU"
+        assert (
+            container["resources"]["limits"]["memory"]
+            == container["resources"]["requests"]["memory"]
+        )
+        assert container["volumeMounts"] == [
+            {"name": "models", "mountPath": "/models", "readOnly": True}
+        ]
+    assert spec["headGroupSpec"]["rayStartParams"]["include-dashboard"] == "false"
+    assert "--ray auto" in head["spec"]["containers"][0]["args"][0]
+    assert service["spec"]["selector"] == head["metadata"]["labels"]
+    probes = {
+        k: p["httpGet"]["path"]
+        for k, p in head["spec"]["containers"][0].items()
+        if k.endswith("Probe")
+    }
+    assert probes == {
+        "startupProbe": "/live",
+        "livenessProbe": "/live",
+        "readinessProbe": "/health",
+    }

@@ -115,6 +115,29 @@ def test_public_names_of_several_classes(house: ModuleType, tmp_path: Path) -> N
     assert names.found == [f"{PACKAGE}/a.py:1, {PACKAGE}/b.py:2: Place"]
 
 
+def methods(names: str) -> str:
+    return "".join(f"    def {name}(self) -> None: self._{name} = 1\n" for name in names)
+
+
+def test_large_classes_are_counted_with_what_they_inherit(
+    house: ModuleType, tmp_path: Path
+) -> None:
+    base = f"class Base:\n    def __len__(self) -> int: ...\n{methods('abcdefghijk')}"
+    large = f"from {PACKAGE}.a import Base\nclass Large(Base):\n{methods('klmnopqrstu')}"
+    inner = "def make() -> None:\n    class Large(Large):\n        pass\n"
+    fields = "".join(f"    f{n}: int\n" for n in range(16))
+    records = f"@dataclass\nclass Facts:\n{fields}class Held:\n{fields}"
+    files = {"a.py": base, "b.py": large, "c.py": inner, "d.py": records}
+    found = figures(house, tmp_path, files)
+    many = found["classes of more than 20 methods"]
+    assert many.found == [f"{PACKAGE}/b.py:2: Large, 21 methods"]
+    many = found["classes of more than 15 attributes"]
+    assert many.found == [
+        f"{PACKAGE}/b.py:2: Large, 21 attributes",
+        f"{PACKAGE}/d.py:19: Held, 16 attributes",
+    ]
+
+
 def test_cycles_also_under_type_checking(house: ModuleType, tmp_path: Path) -> None:
     checked = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {} import {}\n"
     found = figures(

@@ -1,19 +1,15 @@
-"""What `arbiter_sim` and `headroom` say of runs; the runs themselves are not made here."""
+"""What `arbiter_sim` says of runs; the runs themselves are not made here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 import ballast.policy
-from ballast.core.cost import UNMEASURED
-from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks import arbiter_sim
-from benchmarks.arbiter_workloads import SLO, WORKLOADS
-from benchmarks.headroom import bound
+from benchmarks.arbiter_workloads import WORKLOADS
 
 
 def shares(ours: float, **others: float) -> dict[str, list[float]]:
@@ -40,7 +36,7 @@ def test_rivals_have_the_better_of_both_orders_and_are_dropped_ten_points_behind
         "balloon+round-robin": 0.7,
         "balloon+deadline": 0.85,
         arbiter_sim.OURS: 0.6,
-        arbiter_sim.AMPLE: 1.0,
+        f"{arbiter_sim.AMPLE} balloon+deadline": 1.0,
     }
     asked = []
 
@@ -50,7 +46,9 @@ def test_rivals_have_the_better_of_both_orders_and_are_dropped_ten_points_behind
             return [by_row.get(row, 0.3) - 0.01 * seed for _, _, row, seed in wanted]
 
     bench = cast(arbiter_sim.Bench, Measured())
-    found = arbiter_sim.cell(bench, "steady", 4.0, 2, ["prism", "balloon", "lru"])
+    better = arbiter_sim.better_rows(bench, "steady", 4.0, ["prism", "balloon", "lru"])
+    found = arbiter_sim.cell(bench, "steady", 4.0, 2, better)
+    assert found[arbiter_sim.AMPLE] == [1.0]
     assert found["prism"] == pytest.approx([0.9, 0.89])
     assert found["balloon"] == pytest.approx([0.85, 0.84])
     assert found["lru"] == pytest.approx([0.3])
@@ -85,23 +83,3 @@ def test_workloads_are_drawn_by_seed(name: str) -> None:
     one, again, other = (of.make(4.0, 10.0, seed) for seed in (1, 1, 2))
     assert one.requests == again.requests != other.requests
     assert {r.model for r in one.requests} <= set(of.names)
-
-
-def crowd(n: int, at: float = 0.0, tokens: int = 1000) -> list[WorkloadRequest]:
-    return [
-        WorkloadRequest(
-            id=int(1000 * at) + i, at=at, model="m", prompt_tokens=tokens, output_tokens=1
-        )
-        for i in range(n)
-    ]
-
-
-def test_requests_that_cannot_all_be_prefilled_in_time_bound_what_is_attained() -> None:
-    costs = {"m": replace(UNMEASURED, per_token=1e-3)}  # a second each
-    one = Workload.of("one", crowd(4))
-    assert bound(one, costs, 1, SLO.ttft) == 0.5
-    assert bound(one, costs, 2, SLO.ttft) == 1.0
-    apart = Workload.of("apart", [*crowd(2), *crowd(2, at=10.0)])
-    assert bound(apart, costs, 1, SLO.ttft) == 1.0
-    both = Workload.of("both", [*crowd(3), *crowd(3, at=10.0)])
-    assert bound(both, costs, 1, SLO.ttft) == pytest.approx(4 / 6)

@@ -48,7 +48,16 @@ def test_finish_writes_results_at_top_level(
     assert result["max_rate"]["static"] == 1.5
     assert result["ok"] is True
     assert result["machine"]["cores"] >= 1
+    assert {"day", "commit"} <= set(result)
     assert "max_rate.static" in capsys.readouterr().out
+
+
+def test_each_result_that_docs_quote_says_when_where_and_on_what_code_it_was_taken() -> None:
+    files = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        result = json.loads(file.read_text())
+        assert all(result.get(key) for key in ("day", "commit", "machine")), file.name
 
 
 def test_options_take_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.c2c_devices import DISK, reading, superchips
 from benchmarks.c2c_paper import PAPER_MULTIPROCESSORS
+from benchmarks.c2c_passes import bounds, figure_4a, figure_4b
 from benchmarks.c2c_sim import (
     DENSE,
     MOE,
     cold_starts,
-    figure_4b,
     layout,
     models,
     over,
@@ -28,6 +28,20 @@ def test_layouts_have_the_papers_multiprocessors_or_the_drivers() -> None:
 
 def test_the_link_side_of_figure_4b_is_the_papers() -> None:
     assert figure_4b()["link"] == pytest.approx([5.37, 0.134], rel=2e-3)
+
+
+def test_the_order_of_figure_4a_is_the_papers() -> None:
+    found = figure_4a({f"{n}": layout(n, paper=True)[0] for n in (1, 3, 7)})
+    ratios = {n: last / first for n, (first, last) in found.items()}
+    assert ratios["1"] < 0.4 < 0.8 < ratios["3"] < 1.4 < 2.0 < ratios["7"]
+
+
+def test_the_best_share_of_a_pass_follows_the_part_of_the_link_that_it_has() -> None:
+    (spec,) = models(DENSE[1:2], (1,))
+    alone, contended = (bounds(layout(7, paper=True)[0], spec, part)[-1] for part in (1.0, 1 / 7))
+    assert 1 > alone["best_share"] > contended["best_share"] > 0
+    for row in (alone, contended):
+        assert row["compute"] <= row["best"] <= min(row["knob_0"], row["knob_1"])
 
 
 def test_a_switch_is_little_more_than_one_read_of_the_weights() -> None:

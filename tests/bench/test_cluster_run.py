@@ -69,3 +69,20 @@ def test_the_busiest_seconds_of_a_model_are_found() -> None:
     # The quiet one at 48 s is nine seconds before the burst's end and less.
     assert found["a"] == Traffic(0.7, pytest.approx(610 / 7), pytest.approx(1220 / 7))
     assert traffic_of(work)["a"].rate == pytest.approx(16 / 108)
+
+
+@pytest.mark.parametrize("preset", ["ballast", "muxserve"])
+def test_answers_end_where_they_do_whatever_bound_a_client_gives(preset: str) -> None:
+    """Of clients that give none, too, and with steps that are passed over at once."""
+    work = workload_of("bursty", NAMES[:2], rate=4.0, seconds=5.0, most_tokens=256, seed=3)
+    ran = run_cluster(
+        resolve(preset),
+        parse_kinds("1xH100-80G"),
+        [spec(name) for name in NAMES[:2]],
+        work,
+        dict.fromkeys(NAMES[:2], Slo()),
+        open_ended=True,
+    )
+    asked = {r.id: r.output_tokens for r in work.requests}
+    assert {r.id: r.output_tokens for r in ran.report.records} == asked
+    assert all(r.answered for r in ran.report.records)

@@ -8,25 +8,26 @@ import pytest
 
 from ballast.policy.presets import resolve
 from benchmarks import (
+    arbiter_live,
     arbiter_sim,
     fleet,
     mirage_live,
     mux_sim,
-    prices,
     prism_live,
     seam,
     sim_fidelity,
 )
 from benchmarks.contenders import SHARINGS, Comparison, Contender, defaults
-from benchmarks.mirage_curves import COMPARED, KVSWAPS, POOL_ROWS, SHARE_ROWS
+from benchmarks.mirage_curves import COMPARED, POOL_ROWS, SHARE_ROWS
 from benchmarks.mirage_sweeps import SWEEPS
 
 TABLES = {
     "fleet": fleet.COMPARED,
     "seam": seam.COMPARED,
     "sim_fidelity": sim_fidelity.COMPARED,
-    "prices": prices.COMPARED,
+    "sim_fidelity, quick": sim_fidelity.QUICK,
     "arbiter_sim": arbiter_sim.COMPARED,
+    "arbiter_live": arbiter_live.COMPARED,
     "mux_sim": mux_sim.COMPARED,
     "prism_live": prism_live.COMPARED,
     "mirage, pool": SHARINGS["pool"],
@@ -60,7 +61,7 @@ def test_presets_that_are_compared_have_equal_options(name: str) -> None:
 def test_what_is_no_ablation_is_compared_with_every_other() -> None:
     rows = SHARINGS["pool"].rows
     main = {row for row, contender in rows.items() if contender.ablates is None}
-    assert main == {"recompute", "kvswap", "kvswap_dirty", "mirage"}
+    assert main == {"recompute", "kvswap", "mirage"}
     assert set(SHARINGS["pool"].pairs()) == {
         *((a, b) for a in main for b in main - {a}),
         *((row, "mirage") for row in rows.keys() - main),
@@ -101,8 +102,7 @@ def test_curves_set_like_beside_like() -> None:
         assert not same
         table = SHARINGS[str(of.get("sharing", "pool"))]
         assert (of["row"], over["row"]) in set(table.pairs())
-    assert {*POOL_ROWS, *SHARE_ROWS, *KVSWAPS} <= SHARINGS["pool"].rows.keys()
-    assert "kvswap_dirty" in COMPARED
+    assert {*POOL_ROWS, *SHARE_ROWS} <= SHARINGS["pool"].rows.keys()
 
 
 def test_sweeps_compare_rows_that_may_be() -> None:
@@ -128,4 +128,4 @@ def test_live_variants_are_compared_on_equal_terms() -> None:
     main = mirage_live.MANNERS["spatial"]
     assert mirage_live.base_of("mirage, shares", main) == "recompute, shares"
     assert mirage_live.base_of("uncapped", main) == "mirage"
-    assert {v.row for v in main.values()} >= {"kvswap", "kvswap_dirty"}
+    assert {v.row for v in main.values()} >= {"kvswap"}

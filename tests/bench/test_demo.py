@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from ballast.bench import demo, run
+from ballast.bench.demo_questions import QUESTIONS, ModelAnswer
 from ballast.bench.record import RequestRecord
 from ballast.bench.replay import BenchmarkTarget, WorkloadReplay
 from ballast.bench.report import Report
@@ -63,7 +64,14 @@ def test_every_preset_gets_the_same_file_and_bursts(
     monkeypatch.setattr(demo, "serving", serving)
     monkeypatch.setattr(run, "replay", replay)
     monkeypatch.setattr(demo, "simulated", simulated)
-    monkeypatch.setattr(demo, "chat", lambda *_: "It is weight that a ship carries.")
+    asked: list[list[str]] = []
+
+    def ask(url: str, models: list[str]) -> list[ModelAnswer]:
+        asked.append(models)
+        waits = {m: None if m == models[-1] else 0.25 * len(asked) for m in models}
+        return [ModelAnswer(m, QUESTIONS[0], f"{m} says", first) for m, first in waits.items()]
+
+    monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "plot", lambda reports, png: drawn.extend(reports))
     write_fleet(tmp_path)
     shown = StringIO()
@@ -76,13 +84,21 @@ def test_every_preset_gets_the_same_file_and_bursts(
     assert len(set(map(id, replayed))) == 1
     assert len(replayed) == len(demo.PRESETS)
     assert [r.name for r in drawn] == list(demo.PRESETS)
-    *_, agreed, last = shown.getvalue().splitlines()
+    assert asked == [[s.name for s in SPECS]] * len(demo.PRESETS)
+    text = shown.getvalue()
+    assert f"{SPECS[0].name}: {SPECS[0].name} says" in text
+    assert f"{SPECS[-1].name} says" not in text
+    (row,) = (line for line in text.splitlines() if line.startswith(f"│ {SPECS[0].name}"))
+    waits = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert waits[1:] == ["250 ms", "500 ms", "750 ms", "1 s"]
+    assert text.count("refused") >= len(demo.PRESETS)
+    *_, agreed, last = text.splitlines()
     assert last == verdict(drawn)
-    assert last.startswith("balloon serves ")
+    assert last.startswith("ballast serves ")
     assert "(lru+deadline, less)" in agreed
 
 
-MISSED = {"static+deadline": 4, "lru+deadline": 2, "recompute+deadline": 5, "balloon": 50}
+MISSED = {"static+deadline": 4, "lru+deadline": 2, "recompute+deadline": 5, "ballast": 50}
 """One in so many requests is refused."""
 
 

@@ -92,7 +92,7 @@ def test_kernels_that_were_chosen_are_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_fleet_that_fits(made: MadeFleet) -> None:
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     found = by_check(list(examine(fleet, MonotonicClock())))
     assert found["atlas-chat"].verdict is Verdict.OK
     assert "tokens if alone" in found["wren-mini"].found
@@ -101,7 +101,7 @@ def test_a_fleet_that_fits(made: MadeFleet) -> None:
 
 def test_activations_are_what_a_server_sets_aside(made: MadeFleet) -> None:
     """And what a run in virtual time has, beside one that is live."""
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     found = by_check(list(doctor_fleet.fleet(fleet)))["budget"].found
     with InProcess(fleet) as server:
         aside = largest_jobs(server.device.specs.values(), server.device.state.settings)
@@ -111,7 +111,7 @@ def test_activations_are_what_a_server_sets_aside(made: MadeFleet) -> None:
 
 
 def test_each_device_is_judged_by_its_own_models(made: MadeFleet) -> None:
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     a, b = fleet.models
     small = replace(fleet.device, name="small", budget_bytes=made.models[1].weight_bytes)
     both = replace(
@@ -134,7 +134,7 @@ def test_each_device_is_judged_by_its_own_models(made: MadeFleet) -> None:
 
 
 def test_a_gpu_that_uses_what_none_has_run_is_warned_of(made: MadeFleet) -> None:
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     gpu = replace(fleet.device, name="cuda:0", budget_bytes=1 << 30, page_bytes=2 << 20)
     assert "never run" not in by_check(list(doctor_fleet.fleet(replace(fleet, device=gpu))))
     lanes = replace(fleet, device=replace(gpu, lanes=2))
@@ -146,7 +146,7 @@ def test_a_gpu_that_uses_what_none_has_run_is_warned_of(made: MadeFleet) -> None
 
 
 def test_a_group_is_judged_by_what_each_rank_has(made: MadeFleet) -> None:
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     fields = {"tensor_parallel": 2, "budget_bytes": 1 * GiB}
     for device in (
         replace(fleet.device, **fields),
@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_fails_and_the_rest_is_still_checked(
         (tmp_path / "bad" / file.name).write_bytes(cut)
     broken = made.file.with_name("broken.yaml")
     broken.write_text(text)
-    fleet = load_fleet(broken, presets=("balloon",), environ={})
+    fleet = load_fleet(broken, presets=("ballast",), environ={})
     found = by_check(list(examine(fleet, MonotonicClock())))
     assert found["atlas-chat"].verdict is Verdict.FAIL
     assert "model.safetensors" in found["atlas-chat"].found
@@ -180,7 +180,7 @@ def test_a_budget_too_small_for_a_full_request_is_warned_of_with_the_one_it_need
     made: MadeFleet,
 ) -> None:
     def chat(budget: str) -> Finding:
-        fleet = load_fleet(made.file, presets=("balloon",), environ={"BALLAST_BUDGET": budget})
+        fleet = load_fleet(made.file, presets=("ballast",), environ={"BALLAST_BUDGET": budget})
         return by_check(list(examine(fleet, MonotonicClock())))["atlas-chat"]
 
     needed = made.models[0].weight_bytes
@@ -192,7 +192,7 @@ def test_a_budget_too_small_for_a_full_request_is_warned_of_with_the_one_it_need
 
 
 def test_a_context_beyond_the_models_own_is_warned_of(made: MadeFleet) -> None:
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     chat = next(m for m in fleet.models if m.name == "atlas-chat")
     others = tuple(m for m in fleet.models if m is not chat)
     asked = replace(fleet, models=(replace(chat, max_model_len=10**6), *others))
@@ -202,7 +202,7 @@ def test_a_context_beyond_the_models_own_is_warned_of(made: MadeFleet) -> None:
 
 
 def test_the_doctor_and_a_server_refuse_the_same_models(made: MadeFleet) -> None:
-    fleet = load_fleet(made.file, presets=("balloon",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
     small = replace(fleet.device, budget_bytes=made.models[0].weight_bytes)
     found = by_check(list(doctor_fleet.fleet(replace(fleet, device=small))))["atlas-chat"]
     assert found.verdict is Verdict.FAIL

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ballast.bench import doctor_fleet, doctor_gpus
 from ballast.bench.doctor_finding import Verdict
-from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, LinkSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.live.never_run import FEATURES
 from ballast.memory.cuda.calls import Attribute
 from tests.memory.fake_cuda import FakeDriver
@@ -53,10 +52,6 @@ def test_which_can_lend_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(doctor_fleet, "CudaDriver", lambda made=driver: made)
         assert found in doctor_fleet.lending(fleet).found
-    monkeypatch.setattr(doctor_fleet, "CudaDriver", lambda: FakeDriver(devices=2))
-    layered = replace(fleet, device=replace(gpu(0), kv_layout=KvLayout.PER_LAYER))
-    assert "cuda:1 cannot to cuda:0: its KV lies" in doctor_fleet.lending(layered).found
-    assert "0 of 2 ways" in doctor_fleet.lending(replace(fleet, preset="kvswap")).found
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

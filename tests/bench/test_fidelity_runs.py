@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 from ballast.workload.workload import Workload, WorkloadRequest
-from benchmarks.fidelity_runs import Runs, repeated
+from benchmarks.fidelity_runs import Runs, alike, repeated
 from benchmarks.sim_fidelity import COMPARED
 
 
@@ -37,3 +37,10 @@ def test_every_run_lies_between_two_profiles_that_neighbours_share(tmp_path: Pat
         profiles = [runs.around(preset, turn) for preset in order]
         assert all(a[1] == b[0] for a, b in itertools.pairwise(profiles))
         assert len({name for pair in profiles for name in pair}) == len(presets) + 1
+
+
+def test_decisions_are_alike_as_far_as_they_have_the_same_order() -> None:
+    assert alike(["a", "b", "c"], ["a", "b", "c"]) == 1.0
+    assert alike(["a", "b", "c"], ["a", "c"]) == 0.8
+    assert alike(["a"], []) == 0.0
+    assert alike([], []) is None

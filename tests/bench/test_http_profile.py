@@ -17,6 +17,7 @@ from ballast.sim.profile import OVER_HTTP, device_profile, profile_of
 from ballast.sim.toml_file import as_toml
 
 
+@pytest.mark.slow
 def test_the_engine_behind_a_server_is_measured(tmp_path: Path) -> None:
     file = make_fleet(tmp_path / "fleet", n_models=1, size="tiny", steps=0, budget="32MiB").file
     fleet = load_fleet(file, presets=PRESETS)

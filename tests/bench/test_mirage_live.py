@@ -160,12 +160,11 @@ def test_what_is_not_there_is_null_and_nothing_copied_hides_nothing() -> None:
     seen = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
     keys = headlines({"spatial": seen, "temporal": {**seen, "mirage": [run(0.5)]}})
     assert keys["throughput_over_kvswap"] is None
-    assert keys["throughput_over_kvswap_dirty"] is None
     assert keys["p99_tbt_over_recompute"] == 0.5
     assert keys["overlap"] == 0.75
     assert overlap([run(1.0)]) is None
-    with_swapping = headlines({"spatial": {**seen, "kvswap_dirty": [run(2.0)]}})
-    assert with_swapping["p99_ttft_over_kvswap_dirty"] == 0.25
+    with_swapping = headlines({"spatial": {**seen, "kvswap": [run(2.0)]}})
+    assert with_swapping["p99_ttft_over_kvswap"] == 0.25
 
 
 def test_the_live_table_has_its_place_in_the_page() -> None:

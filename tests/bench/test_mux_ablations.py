@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from ballast.policy.presets import resolve
@@ -56,8 +58,8 @@ def test_the_ratio_told_is_the_largest_and_says_at_which_rate() -> None:
 
 
 def test_a_row_runs_from_end_to_end() -> None:
-    case = ("7b,7b,13b", 0.9)
-    found = mux_ablations.managed(case, "compute", 1.0, 6.0)
-    assert found == mux_ablations.managed(case, "compute", 1.0, 6.0)
+    run = partial(mux_ablations.managed, sizes="7b,7b,13b", seconds=6.0)
+    found = run("0.9", "compute", 1.0)
+    assert found == run("0.9", "compute", 1.0)
     assert found.requests > 10
     assert 0 <= found.worst <= found.attainment <= 1

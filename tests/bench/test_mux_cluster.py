@@ -67,7 +67,7 @@ def test_ratios_are_of_the_highest_rate_and_of_the_better_baseline() -> None:
 
 
 def test_a_row_runs_from_end_to_end() -> None:
-    found = mux_cluster.measure("19", "muxserve", 0.3, 0.9, 6.0)
-    assert found == mux_cluster.measure("19", "muxserve", 0.3, 0.9, 6.0)
+    found = mux_cluster.measure("19", 0.9, "muxserve", 0.3, 6.0)
+    assert found == mux_cluster.measure("19", 0.9, "muxserve", 0.3, 6.0)
     assert found.requests > 10
     assert 0 <= found.worst <= found.attainment <= 1

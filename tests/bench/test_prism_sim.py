@@ -33,6 +33,7 @@ from benchmarks.prism_setting import (
     whole,
 )
 from benchmarks.prism_sim import SEARCHED, SEARCHES, Search
+from benchmarks.sweep import Sweep
 
 SMALL = Setting(EIGHT, seconds=40.0)
 
@@ -157,6 +158,8 @@ def test_a_part_has_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "fewest", lambda self, row, seed: (8, {8: tried}))
     for name, prefix in (("eighteen", ""), ("fiftyeight", "fiftyeight_")):
         search = replace(SEARCHES[name], layouts={8: whole(8)})
-        result, _ = prism_sim.searched(name, search, ("static", "prism"), range(2), AtOnce())
+        result, _ = prism_sim.searched(
+            name, search, ("static", "prism"), range(2), Sweep(1, AtOnce())
+        )
         assert result[f"{prefix}devices_prism"] == result[f"{prefix}devices_static"] == 8
         assert len(result[name]["tried"]["prism"]) == 2

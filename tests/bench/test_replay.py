@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
 import pytest
 
+from ballast.bench.device_run import run_live
 from ballast.bench.record import Prompts, RequestRecorder, prompts_of
 from ballast.bench.replay import (
+    PATIENCE,
     TIMER_LATENESS,
     EngineTarget,
     TargetError,
@@ -19,7 +22,9 @@ from ballast.bench.replay import (
     punctual_sleep,
     replay,
 )
+from ballast.bench.run import report_http
 from ballast.bench.sample import DecisionRecord, DeviceSample
+from ballast.bench.servers import run_servers
 from ballast.core.clock import Clock, VirtualClock
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import (
@@ -244,3 +249,9 @@ def test_a_punctual_sleep_is_never_too_short_and_lets_others_go_on() -> None:
     late, turns = asyncio.run(slept())
     assert min(late) >= 0
     assert turns > 10
+
+
+def test_a_request_is_waited_for_as_long_whatever_serves_it() -> None:
+    """Answers of agents are long, and a busy machine takes minutes for them."""
+    ways = (replay, run_live, run_servers, report_http)
+    assert {inspect.signature(way).parameters["timeout"].default for way in ways} == {PATIENCE}

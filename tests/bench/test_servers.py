@@ -73,6 +73,7 @@ def test_a_model_that_cannot_be_served_is_named() -> None:
         asyncio.run(ends)
 
 
+@pytest.mark.slow
 def test_presets_are_compared_over_several_devices_each_with_its_story(tmp_path: Path) -> None:
     made = make_fleet(tmp_path, n_models=2, size="tiny", steps=0, dtype="float32", budget="64MiB")
     loaded = load_fleet(made.file, presets=PRESETS)

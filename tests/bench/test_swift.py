@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from ballast.sim.model_catalogue import facts
 from benchmarks import swift_live, swift_sim
 from benchmarks.swift_context import computed, contradiction, range_of, units
 from benchmarks.swift_live import LONG, SHORT, Setting
+from benchmarks.swift_phases import phases
 
 SETTING = Setting(
     models=tuple(ModelSettings(name=name, path=name) for name in (LONG, SHORT)),
@@ -20,28 +22,44 @@ SETTING = Setting(
     page=64 * KiB,
     host=1e6,
     host_bytes=64 * MiB,
+    block_bytes=64 * KiB,
 )
 
 
 @pytest.mark.parametrize("name", sorted(swift_live.ROWS))
 def test_live_rows_have_equal_settings_but_for_policies_and_tiers(name: str) -> None:
     row, base = swift_live.ROWS[name], swift_live.ROWS["none"]
-    fleet, other = SETTING.fleet(row), SETTING.fleet(base)
+    fleet, other = SETTING.fleet(row, Path("story")), SETTING.fleet(base, Path("story"))
     same = replace(fleet, preset=other.preset, placement=other.placement, kv=other.kv)
-    if name == "chunks":
-        step = other.device.step_tokens
-        assert fleet.device.step_tokens < step
-        same = replace(
-            same,
-            device=replace(same.device, step_tokens=step),
-            others=tuple(replace(d, step_tokens=step) for d in same.others),
-        )
     assert same == other
     assert fleet.options == {}
     mine, theirs = preset_of(fleet), preset_of(other)
     shared = mine.values.keys() & theirs.values.keys()
     assert {k: mine.values[k] for k in shared} == {k: theirs.values[k] for k in shared}
     assert (mine.order, mine.admission) == (theirs.order, theirs.admission)
+
+
+def test_phases_are_summed_over_requests_and_hidden_transfers_over_jobs_that_could_hide() -> None:
+    """Two chunks of one prompt, and a decode whose pass was shorter than its transfers."""
+    arrival = {"event": "Arrival", "model": "m", "request": "r", "n": 1, "at": 1.0}
+    done = {"event": "JobDone", "model": "m"}
+    found = phases(
+        [
+            arrival,
+            {"job": 1, "model": "m", "at": 1.5, "prefill": [[1, 0, 16, False]]},
+            {**done, "job": 1, "at": 2.5, "seconds": 1.0, "stall": 0.1, "carried": [0.2, 0.3]},
+            {"job": 2, "model": "m", "at": 3.0, "prefill": [[1, 16, 4, True]]},
+            {**done, "job": 2, "at": 4.0, "seconds": 1.0, "carried": [0.4, 0.1]},
+            {"job": 3, "model": "m", "at": 4.0, "decode": [1]},
+            {**done, "job": 3, "at": 5.0, "seconds": 1.0, "stall": 0.9, "carried": [0.9, 0.0]},
+            {**arrival, "model": "other", "n": 2},
+        ],
+        "m",
+    )
+    assert found.queue == pytest.approx(0.5 + 0.5)
+    assert found.execute == pytest.approx(0.9 + 1.0)
+    assert (found.load, found.store) == pytest.approx((0.6, 0.4))
+    assert found.hidden == pytest.approx(1 - 0.1 / (0.5 + 0.5))
 
 
 def test_simulated_rows_have_equal_links_and_requests() -> None:

@@ -153,7 +153,9 @@ class EchoDevice:
     def set_migration_outbox(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
         self._say = say
 
-    def command(self, order: DeviceCommand, done: Callable[[CommandOutcome], None]) -> None:
+    def command(
+        self, order: DeviceCommand, done: Callable[[CommandOutcome], None], by: str
+    ) -> None:
         match order:
             case Add(settings) if "broken" in settings.path:
                 done(CommandOutcome("invalid", "it is broken"))
@@ -327,5 +329,7 @@ def _top(token: int, count: int | None, first: float) -> tuple[tuple[int, float]
 
 if __name__ == "__main__":
     from ballast.cluster.worker.process import main
+    from ballast.transport import curve
 
+    curve.LOST_SECONDS = 240.0  # a machine without time for it is no broken connection
     main(make_device=EchoDevice, warm_up=lambda: None)

@@ -13,6 +13,7 @@ import pytest
 from ballast.cluster import device as keeping
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import WORKER_LOST
+from ballast.cluster.worker.liveness_watch import LivenessWatch
 from ballast.control.open_requests import POISON
 from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
@@ -113,31 +114,29 @@ def test_loading_that_does_not_go_on_is_ended() -> None:
 BRIEF = ServerSettings(silent_seconds=0.5, starting_seconds=0.5)
 
 
-def test_a_worker_that_computes_while_it_cannot_send_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It keeps the interpreter lock for longer than it may be silent: no heartbeat comes."""
-    monkeypatch.setenv("BALLAST_TEST_DEVICE_COMPUTES", "1.5")
-
-    async def scenario() -> None:
-        async with running(replace(FLEET, server=BRIEF)) as (controller, first):
-            assert present(controller) is first
-            assert controller.devices.restarts == 0
-
-    asyncio.run(scenario())
+async def tick_as_it_computes(self: LivenessWatch, tick: float) -> None:
+    """Instead of `LivenessWatch._watch`, whose ticks may find a worker that had no processor."""
+    why, before = None, self._activity()
+    while why is None:
+        await asyncio.sleep(0.01)
+        if (now := self._activity()) != before:
+            why, before = self.tick(tick), now
+    self._kill(why)
 
 
 @pytest.mark.parametrize(
     ("how", "limits", "why"),
     [
         ("CLUTCHES", BRIEF, r"it said nothing for 0\.5 s, and used no processor time"),
-        ("COMPUTES", replace(BRIEF, loading_seconds=1.0), r"nothing for 1 s, though it used"),
+        ("COMPUTES", replace(BRIEF, loading_seconds=20.0), r"nothing for 20 s, though it used"),
     ],
 )
 def test_a_worker_that_starts_for_ever_is_ended(
     how: str, limits: ServerSettings, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"BALLAST_TEST_DEVICE_{how}", "30")
+    if how == "COMPUTES":  # for longer than it may be silent, with the interpreter lock
+        monkeypatch.setattr(LivenessWatch, "_watch", tick_as_it_computes)
 
     async def scenario() -> None:
         with pytest.raises(Unavailable, match=why):
@@ -226,6 +225,30 @@ def test_a_worker_that_cannot_be_replaced_is_lost_until_it_can(
             assert isinstance(
                 (await all_of(controller.router.submit([submission("3")])))[-1], FinishedOutput
             )
+
+    asyncio.run(scenario())
+
+
+def test_requests_fail_where_nothing_can_start_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "BACKOFF_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        async with running() as (controller, first):
+            held = controller.router.submit([submission("1", HOLD)])
+            await held.take()
+
+            async def none(_: str) -> None:
+                raise OSError
+
+            with monkeypatch.context() as patched:
+                patched.setattr(controller.workers, "next", none)
+                kill(controller)
+                end = (await all_of(held))[-1]
+                assert isinstance(end, FailedOutput)
+                assert (end.code, end.reason) == (WORKER_LOST, "OSError")
+                assert first.in_flight() == frozenset()
+            while controller.devices.lost is not None:
+                await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 

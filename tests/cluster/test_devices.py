@@ -244,7 +244,7 @@ def test_an_order_is_done_by_all_or_none() -> None:
             refusing = ModelSettings(name="c", path="c", devices=BOTH)
             real = second.command
 
-            async def command(order: object) -> object:
+            async def command(order: object, by: str = "operator") -> object:
                 if isinstance(order, Add):
                     return await real(Add(replace(refusing, path="broken")))
                 return await real(order)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def begin(controller: Controller, *turns: Sequence[FleetAction]) -> Script:
     """Let the controller follow a script from now on."""
     script = Script(*turns)
     controller.devices.fleet_policy = script
-    controller.commands.begin_policy()
+    controller.commands.follow_policy()
     return script
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,11 @@ from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.kv_client import KvClient
 from ballast.core.command import Remove
 from ballast.core.settings import KeySettings, ServerSettings
+from ballast.kv.directory import Tier
 from ballast.kv.host_store import Slot
 from ballast.kv.tier_shelf import KvBlock
 from ballast.memory.cell_book import CELL_BYTES, Runs
+from ballast.memory.host_cells import HostCells
 from tests.kv.test_directory import MODEL, chain, found, memory_only, names, put
 from tests.policy import worlds
 
@@ -35,7 +38,7 @@ def answer_of(ask: Callable[[Callable[[T], object]], object]) -> T:
     """Ask, and wait for the answer."""
     answers: SimpleQueue[T] = SimpleQueue()
     ask(answers.put)
-    return answers.get(timeout=60)
+    return answers.get(timeout=240)
 
 
 def reserved(client: KvClient, blocks: Sequence[KvBlock]) -> Sequence[Runs | None]:
@@ -89,6 +92,49 @@ def test_workers_share_what_they_stored_and_leave_nothing_locked() -> None:
         clients[1].close()
 
     asyncio.run(serve())
+
+
+def test_what_workers_stage_counts_in_the_hosts_bytes_until_they_end() -> None:
+    """Kept blocks make way, and their memory is given back; a cell that is used again has its own.
+
+    32 cells are kept; two workers stage as much as 24 of them."""
+    blocks = chain("a", 32)
+    store = memory_only(32 * CELL_BYTES)
+
+    def memory() -> int:
+        assert isinstance(store.cells, HostCells)
+        return os.fstat(store.cells.fd).st_blocks * 512
+
+    def work(first: KvClient, second: KvClient) -> None:
+        assert None not in reserved(first, blocks)
+        first.land([(b.name, 0) for b in blocks])
+        first.occupy(16 * CELL_BYTES)
+        second.occupy(4 * CELL_BYTES)
+        second.occupy(8 * CELL_BYTES)
+        assert len(looked_up(first, blocks)) == 8
+        assert len(looked_up(second, blocks)) == 8
+        assert memory() == 8 * CELL_BYTES
+        first.close()
+
+    def again(client: KvClient) -> None:
+        others = chain("b", 12)
+        runs = [r for r in reserved(client, others) if r is not None]
+        assert len(runs) == 12
+        client.memory[runs[-1][0][0] * CELL_BYTES] = 1
+        assert memory() == (8 + 12) * CELL_BYTES
+        client.close()
+
+    async def serve() -> None:
+        broker = KvBroker(store)
+        first, second = (KvClient(broker.open()[1].detach()) for _ in range(2))
+        await asyncio.to_thread(work, first, second)
+        await asyncio.to_thread(again, second)
+        while broker.store.directory.shelves[Tier.HOST].capacity < 32 * CELL_BYTES:
+            await asyncio.sleep(0)
+        store.validate()
+        broker.shut()
+
+    asyncio.run(asyncio.wait_for(serve(), 240))
 
 
 def test_a_disk_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.output_stream import OutputStream
+from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.control.open_request import OpenRequest
 from ballast.control.suspicion import Suspicions
 from ballast.core.event import FailedOutput, TokenOutput
@@ -72,8 +73,7 @@ async def replaced(
         links.append(Link())
         return links[-1]
 
-    spare: Any = None
-    device = RemoteDevice("cpu:0", make_worker, spare, Suspicions(), ())
+    device = RemoteDevice("cpu:0", LocalWorkers(make_worker), Suspicions(), ())
     device.fleet = FleetSettings(models=(), device=DeviceSettings(budget_bytes=1))
     a, b = spec("a"), spec("b")
     device._serve(ReadyMsg({"a": a, "b": b}, {}, REPORT))

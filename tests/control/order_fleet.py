@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from ballast.control.order_events import (
-    ActionDone,
-    DoStep,
-    OrderDone,
-    OrderEvent,
-    OrdersEvent,
-    StepAnsweredEvent,
-)
-from ballast.control.orders import Orders
-from ballast.core.command import Add, Remove
+from ballast.control.order_driver import OrderDriver
+from ballast.control.order_events import ActionDone, DoStep, OrdersEvent, OrdersInstruction
+from ballast.core.actions import Lend, Recall
+from ballast.core.command import Add
 from ballast.core.fleet import LeaseView, Need, Room
-from ballast.core.order import (
-    DONE,
-    ChooseDevices,
-    CommandOutcome,
-    MoveRequests,
-    Order,
-    SendCommand,
-    ServeModel,
-    SetCordoned,
-    SetLeaving,
-    Step,
-)
+from ballast.core.fleet_state import Command, CommandOutcome, FleetDevice, FleetState
+from ballast.core.model import ModelSpec
+from ballast.core.order import DONE, MoveRequests, Order, Step
 from ballast.core.report import DeviceReport
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.policy.base import FleetPolicy
+from benchmarks.fault_world import _spec
+
+SETTINGS = DeviceSettings(budget_bytes=1 << 20)
 
 
-class OrderFleet:
-    """Implements `PolicyState`, and drives the machine of orders over devices that only know which
-    models they serve."""
+def settings(models: Sequence[str]) -> FleetSettings:
+    own = tuple(ModelSettings(name=m, path=m) for m in models)
+    return FleetSettings(models=own, device=SETTINGS)
+
+
+class OrderDevice(FleetDevice):
+    """A device that only knows which models it serves."""
+
+    def __init__(self, name: str, models: Sequence[str]) -> None:
+        super().__init__(name)
+        self.fleet, self.down = settings(models), None
+        self.specs = {m: _spec(m) for m in models}
+        self.open: dict[str, int] = {}
+        self.report: DeviceReport | None = None
+        self.ordered_by: list[str] = []
+        self.refusing: str | None = None
+        """Why it refuses models that are to join."""
+
+    def order(
+        self,
+        command: Command,
+        answered: Callable[[CommandOutcome], object],
+        by: str = "operator",
+    ) -> None:
+        self.ordered_by.append(by)
+        if self.down is not None:
+            answered(CommandOutcome("unavailable", self.down))
+        elif isinstance(command, Add) and self.refusing is not None:
+            answered(CommandOutcome("refused", self.refusing))
+        else:
+            self.fleet = command.applied(self.fleet)
+            self.serve([m.name for m in self.fleet.models])
+            answered(DONE)
+
+    def serve(self, models: Sequence[str]) -> None:
+        self.specs = {m: _spec(m) for m in models}
+        self.leaving &= self.specs.keys()
+
+    def last_report(self) -> DeviceReport | None:
+        return self.report
+
+    def count_open(self, base: ModelSpec) -> int:
+        return self.open.get(base.name, 0)
+
+
+class OrderFleet(OrderDriver[OrderDevice]):
+    """Drives the machine of orders over such devices, and notes the steps."""
 
     def __init__(
         self,
@@ -41,137 +76,79 @@ class OrderFleet:
         names: Sequence[str],
         policy: FleetPolicy | None = None,
     ) -> None:
-        self.names = list(names)
-        self.on = {name: [m for m, at in homes.items() if name in at] for name in names}
-        self.away: dict[str, set[str]] = {name: set() for name in names}
-        """Models that leave."""
-        self.drained: set[str] = set()
-        self.dead: dict[str, str] = {}
-        self.open: dict[tuple[str, str], int] = {}
-        self.refusing: dict[str, str] = {}
-        """By device, why it refuses models that are to join."""
+        self.fleet: FleetState[OrderDevice] = FleetState()
+        for name in names:
+            self.fleet.add(OrderDevice(name, [m for m, at in homes.items() if name in at]))
+        self.fleet.fleet = settings(list(homes))
+        super().__init__(self.fleet)
+        self.machine = self._machine
         self.held: Callable[[Step], bool] = lambda step: False
-        """Whether a step is not answered until `answer`."""
-        self.reported: Mapping[str, DeviceReport] = {}
+        """Whether a step is not answered until `release`."""
         self.needed: Sequence[Need] = ()
-        self.now = 0.0
+        self.time = 0.0
         self.did: list[Step] = []
         self.waiting: list[DoStep] = []
         self.ended: dict[int, CommandOutcome] = {}
         self.actions: list[ActionDone] = []
-        self.machine = Orders(self)
         if policy is not None:
-            self.machine.begin(policy)
+            self.begin_policy(policy, self)
 
-    def order(self, number: int, order: Order, device: str | None = None) -> None:
-        self.handle(OrderEvent(number, order, device))
+    def give(self, number: int, order: Order, device: str | None = None) -> None:
+        self.order(order, partial(self.ended.__setitem__, number), device)
 
     def handle(self, event: OrdersEvent) -> None:
-        for instruction in self.machine.handle(self.now, event):
-            match instruction:
-                case DoStep(_, step):
-                    self.did.append(step)
-                    if self.held(step):
-                        self.waiting.append(instruction)
-                    else:
-                        self.answer(instruction)
-                case OrderDone(number, outcome):
-                    self.ended[number] = outcome
-                case ActionDone():
-                    self.actions.append(instruction)
+        self._handle(event)
 
-    def answer(self, step: DoStep) -> None:
-        self.handle(StepAnsweredEvent(step.number, self._do(step.step)))
+    def _do(self, instruction: OrdersInstruction) -> None:
+        if isinstance(instruction, DoStep):
+            self.did.append(instruction.step)
+            if self.held(instruction.step):
+                self.waiting.append(instruction)
+                return
+        super()._do(instruction)
 
     def release(self) -> None:
-        """Answer the steps that wait."""
+        """Do the steps that wait."""
         waiting, self.waiting = self.waiting, []
         for step in waiting:
-            self.answer(step)
+            super()._do(step)
+            while self._undone:
+                self._do(self._undone.popleft())
 
-    def _do(self, step: Step) -> object:
-        match step:
-            case ServeModel(device, model):
-                if device in self.refusing:
-                    return CommandOutcome("refused", self.refusing[device])
-                self.on[device].append(model)
-                return DONE
-            case SendCommand(device, Add(settings)):
-                if device in self.refusing:
-                    return CommandOutcome("refused", self.refusing[device])
-                self.on[device].append(settings.name)
-                return DONE
-            case SendCommand(device, Remove(model)):
-                self.on[device].remove(model)
-                self.away[device].discard(model)
-                return DONE
-            case SendCommand(device):
-                return (
-                    CommandOutcome("unavailable", self.dead[device])
-                    if device in self.dead
-                    else DONE
-                )
-            case SetLeaving(device, model, leaving):
-                (self.away[device].add if leaving else self.away[device].discard)(model)
-            case SetCordoned(device, cordoned):
-                (self.drained.add if cordoned else self.drained.discard)(device)
-            case ChooseDevices():
-                return self.names
-            case MoveRequests():
-                return 0
-        return None
+    # -- `OrderDriver` ----------------------------------------------------------------------------
 
-    # -- `PolicyState` ----------------------------------------------------------------------------
+    def now(self) -> float:
+        return self.time
 
-    @property
+    def choose_devices(
+        self, settings: ModelSettings, chosen: Callable[[Sequence[str] | CommandOutcome], object]
+    ) -> None:
+        self.fleet.fleet = replace(self.fleet.fleet, models=(*self.fleet.fleet.models, settings))
+        chosen(list(self.fleet))
+
+    def move_requests(self, step: MoveRequests, ended: Callable[[int], object]) -> None:
+        ended(0)
+
+    def hand_over(self, device: str) -> int:
+        return 0
+
+    def order_lease(
+        self,
+        lender: str,
+        command: Lend | Recall,
+        ended: Callable[[CommandOutcome], object],
+        by_operator: bool,
+    ) -> None:
+        ended(DONE)
+
+    def action_done(self, done: ActionDone) -> None:
+        self.actions.append(done)
+
     def rooms(self) -> Sequence[Room]:
-        return [Room(name, 1) for name in self.names]
-
-    def down(self, device: str) -> str | None:
-        return self.dead.get(device)
-
-    def serving(self, model: str) -> Sequence[str]:
-        return [d for d in self.names if model in self.on[d]]
-
-    def taking(self, model: str) -> Sequence[str]:
-        able = (d for d in self.serving(model) if d not in self.drained)
-        return [d for d in able if model not in self.away[d]]
-
-    def assigned(self, model: str) -> Sequence[str]:
-        return self.serving(model)
-
-    def models_on(self, device: str) -> Sequence[str]:
-        return list(self.on[device])
-
-    def leaving(self, device: str) -> Collection[str]:
-        return self.away[device]
-
-    def cordoned(self, device: str) -> bool:
-        return device in self.drained
-
-    def filled(self, device: str) -> float:
-        return len(self.on[device])
-
-    def open_requests(self, device: str, model: str) -> int:
-        return self.open.get((device, model), 0)
-
-    def known(self, model: str) -> bool:
-        return any(model in models for models in self.on.values())
-
-    def objection(self, order: Order) -> str | None:
-        return None
-
-    def undoing(self, device: str, order: Order) -> Order | None:
-        return Remove(order.model, 0.0) if isinstance(order, Add) else None
-
-    def homes(self) -> Mapping[str, Sequence[str]]:
-        return {m: self.taking(m) for models in self.on.values() for m in models}
+        return [Room(name, 1) for name in self.fleet]
 
     def needs(self) -> Sequence[Need]:
         return self.needed
-
-    def reports(self) -> Mapping[str, DeviceReport]:
-        return self.reported
 
     def leases(self) -> Sequence[LeaseView]:
         return ()

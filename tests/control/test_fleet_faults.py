@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from ballast.control.leases import Leases
-from benchmarks import fault_world
-from benchmarks.fleet_faults import WRONG, world_of
+from benchmarks.fault_mutations import MUTATIONS, Mutation
+from benchmarks.fault_world import SPITEFUL
+from benchmarks.fleet_faults import WRONG, finding, world_of
 
 
 @pytest.mark.parametrize("first", range(0, 100, 20))
@@ -27,28 +25,11 @@ def test_no_fault_loses_an_answer_or_a_page(first: int) -> None:
     assert lent > 50
 
 
-def test_a_borrower_that_is_not_killed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def condemn(self: Leases, pair: Any, lender: str, borrower: str) -> None:
-        pair.condemned = True
-
-    monkeypatch.setattr(Leases, "_condemn", condemn)
-    monkeypatch.setattr(fault_world, "HORIZON", 70.0)
-    world = world_of(35)
-    world.run()
-    assert world.overdue > 0
-
-
-def test_a_successor_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reap(self: Leases, device: str) -> None:
-        real(self, device)
-        for user in list(self._dead[device].users) if device in self._dead else ():
-            self._release(device, user)
-
-    real = Leases._reap
-    monkeypatch.setattr(Leases, "_reap", reap)
-    world = world_of(3)
-    world.run()
-    assert world.twice > 0
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+@pytest.mark.slow
+def test_old_defects_are_found(mutation: Mutation) -> None:
+    spiteful = range(SPITEFUL - 1, 500, SPITEFUL)
+    assert finding(mutation, [*range(40), *spiteful]) is not None
 
 
 def test_a_seed_replays() -> None:

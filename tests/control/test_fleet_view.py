@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ballast.control.fleet_view import FleetViews
 from ballast.core.cost import Traffic
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import Need
 from ballast.core.report import DeviceReport, ModelReport
 from tests.control.order_fleet import OrderFleet
 
@@ -45,12 +45,12 @@ REPORT = DeviceReport(
 def test_work_is_that_since_the_view_before() -> None:
     fleet = OrderFleet({"a": ["x"]}, ["x", "y"])
     fleet.needed = [Need("a", 1, 1)]
-    views = FleetViews([Room("x", 10), Room("y", 10)])
-    fleet.reported = {"x": REPORT}  # nothing has been heard of y
-    first = views.view(8.0, fleet)
+    views = FleetViews(fleet.fleet, fleet)  # type: ignore[arg-type]
+    fleet.fleet["x"].report = REPORT  # nothing has been heard of y
+    first = views.view(8.0)
     later = replace(REPORT, models=(replace(MODEL, lane_seconds=5.0, waiting=0, late=0),))
-    fleet.reported = {"x": later, "y": replace(REPORT, models=())}
-    second = views.view(10.0, fleet)
+    fleet.fleet["x"].report, fleet.fleet["y"].report = later, replace(REPORT, models=())
+    second = views.view(10.0)
     assert [(h.work, h.open_requests, h.late) for h in first.devices[0].hosting] == [(0.5, 5, 1)]
     assert first.devices[0].hosting[0].traffic == MODEL.traffic
     assert first.devices[0].hosting[0].homed

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
 from ballast.control.device_leases import DeviceLeases
-from ballast.control.lease_events import OrderEnded
 from ballast.control.leases import GRACE_SECONDS, RELEASE_SECONDS
 from ballast.core.actions import Lend, Recall
 from ballast.core.capability import Lendable, capabilities
@@ -50,7 +50,9 @@ class Device:
         assert self.down is None
         self.received.append(message)
 
-    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
+    def order(
+        self, command: DeviceCommand, answered: Callable[[CommandOutcome], object], by: str
+    ) -> None:
         self.orders.append((command, answered))
 
     def kill(self, why: str) -> None:
@@ -68,7 +70,7 @@ class World:
         objection = lambda a, b: ABLE[a, b]  # noqa: E731
         self.leases: Any = DeviceLeases(self.devices, objection, self.timers)  # type: ignore[arg-type]
         self.replaced: list[str] = []
-        self.ended: list[OrderEnded] = []
+        self.ended: list[CommandOutcome] = []
 
     def serving(self, *names: str) -> None:
         for name in names:
@@ -103,7 +105,8 @@ class World:
 
     def why(self) -> str | None:
         """The reason why the last order was refused."""
-        return self.ended.pop().refused
+        outcome = self.ended.pop()
+        return None if outcome.code is None else outcome.reason
 
 
 def paired() -> tuple[World, int]:
@@ -233,11 +236,10 @@ def test_orders_are_refused_that_devices_cannot_carry_out() -> None:
     assert not world.ended
     world.die("a")
     (end,) = world.ended
-    assert end.lost
-    assert end.refused == "the worker of a is gone"
+    assert end == CommandOutcome("unavailable", "the worker of a is gone")
     world.ended.clear()
     world.order("a", Recall("b", None, 5.0))
-    assert world.ended[0].lost
+    assert world.ended[0].code == "unavailable"
 
 
 def test_what_an_operator_has_ordered_no_policy_changes() -> None:
@@ -269,3 +271,35 @@ def test_the_book_says_who_lends_to_whom_and_why() -> None:
     assert world.leases.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages", True),)
     world.devices["a"].orders[1][1](CommandOutcome("refused", "short of 1 pages"))
     assert world.leases.standing[0].why == "b lacks 2 pages"
+
+
+def test_pairs_that_policies_lend_between_follow_every_event() -> None:
+    world = World()
+
+    def free() -> set[tuple[str, str]]:
+        found = world.leases.free_pairs
+        ways = [w for w in permutations(world.devices, 2) if world.leases.can_lend(*w)]
+        assert found == tuple(w for w in ways if not world.leases.reserved(*w))
+        assert world.leases.free_pairs == found, "asked again"
+        return set(found)
+
+    assert free() == set()
+    world.serving("a", "b")
+    assert free() == set(), "they have not met"
+    epoch = world.meet("a", "b")
+    assert free() == {("a", "b"), ("b", "a")}
+    world.order("a", Lend("b", 1))
+    assert free() == {("a", "b"), ("b", "a")}
+    world.order("a", Lend("b", 1), operator=True)
+    assert free() == {("b", "a")}
+    assert world.leases.release("a", "b")
+    assert free() == {("a", "b"), ("b", "a")}
+    world.serving("d")
+    world.say("a", "met", "d", epoch + 1)
+    assert len(free()) == 2
+    world.say("d", "met", "a", epoch + 1)
+    assert len(free()) == 4
+    world.say("a", "overdue", "b", epoch)
+    assert free() == {("a", "d"), ("d", "a")}
+    world.die("a")
+    assert free() == set()

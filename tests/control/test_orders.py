@@ -9,15 +9,13 @@ from ballast.control.orders import POLL_SECONDS
 from ballast.core.actions import ActivateCommand, EvictCommand
 from ballast.core.command import Add, Remove
 from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
-from ballast.core.fleet_orders import Drain, Migrate, Uncordon
+from ballast.core.fleet_orders import Drain, DrainHost, Migrate, Uncordon
 from ballast.core.order import (
     DONE,
     HandOver,
     MoveRequests,
     Order,
     SendCommand,
-    ServeModel,
-    SetLeaving,
     Step,
 )
 from ballast.core.settings import ModelSettings
@@ -43,7 +41,7 @@ class Script(FleetPolicy):
 
 
 def is_serving(step: Step) -> bool:
-    return isinstance(step, ServeModel)
+    return isinstance(step, SendCommand) and isinstance(step.command, Add)
 
 
 def fleet(*turns: Sequence[FleetAction]) -> OrderFleet:
@@ -51,8 +49,12 @@ def fleet(*turns: Sequence[FleetAction]) -> OrderFleet:
     return OrderFleet({"a": ["x"], "b": ["y"]}, ["x", "y", "z"], script)
 
 
+def serving(device: str, model: str) -> SendCommand:
+    return SendCommand(device, Add(ModelSettings(name=model, path=model)))
+
+
 def look(of: OrderFleet, now: float) -> None:
-    of.now = now
+    of.time = now
     of.handle(LookEvent())
 
 
@@ -62,30 +64,32 @@ def outcome(of: OrderFleet, number: int) -> tuple[str | None, str]:
 
 def test_a_policy_moves_a_model_by_placing_and_withdrawing_it() -> None:
     of = fleet([Place("a", "y", "pressure", activate=True), Withdraw("a", "x")])
-    of.open["x", "a"] = 1
+    of.fleet["x"].open["a"] = 1
     look(of, 0.0)
     assert [(done.epoch, done.refused) for done in of.actions] == [(0, None), (1, None)]
     activated = SendCommand("y", ActivateCommand("a", "pressure"), awaited=False)
-    assert of.did == [ServeModel("y", "a"), activated, SetLeaving("x", "a", True)]
+    assert of.did == [serving("y", "a"), activated]
     assert of.machine.due == 0.0
     look(of, 0.0)
-    assert of.did[3:] == [MoveRequests("x", "a")]
-    assert (of.serving("a"), of.taking("a")) == (["x", "y"], ["y"])
+    assert of.did[2:] == [MoveRequests("x", "a")]
+    assert (of.fleet.serving("a"), of.fleet.taking("a")) == (["x", "y"], ["y"])
     assert of.machine.due == POLL_SECONDS
-    of.open.clear()
+    of.fleet["x"].open.clear()
     look(of, POLL_SECONDS)
-    assert of.did[5:] == [SendCommand("x", Remove("a", 30.0))]
-    assert of.serving("a") == ["y"]
+    assert of.did[4:] == [SendCommand("x", Remove("a", 30.0))]
+    assert of.fleet.serving("a") == ["y"]
     assert of.machine.due == 1.0
     assert not of.machine.busy
+    of.give(1, EvictCommand("a"), "y")
+    assert of.fleet["y"].ordered_by == ["policy", "policy", "operator"]
 
 
 def test_a_model_stays_where_it_was_to_leave_once_no_other_has_it() -> None:
     of = fleet([Place("a", "y"), Withdraw("a", "x")])
     look(of, 0.0)
-    of.on["y"].remove("a")
+    of.fleet["y"].serve(["b"])
     look(of, 0.0)
-    assert of.taking("a") == ["x"]
+    assert of.fleet.taking("a") == ["x"]
     assert not of.machine.busy
 
 
@@ -99,10 +103,10 @@ def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
         "a is not on 'y'",
         "there is no model 'c'",
     ]
-    of.dead["z"] = "the worker is gone"
-    of.order(1, Place("a", "z"))
+    of.fleet["z"].down = "the worker is gone"
+    of.give(1, Place("a", "z"))
     assert outcome(of, 1) == ("unavailable", "the worker is gone")
-    of.order(2, Place("a", "w"))
+    of.give(2, Place("a", "w"))
     assert outcome(of, 2) == ("refused", "there is no device 'w'; devices: x, y, z")
 
 
@@ -110,8 +114,8 @@ def test_an_action_decided_before_an_operators_order_is_refused() -> None:
     of = fleet([Place("a", "y"), Place("b", "x")])
     of.held = is_serving
     look(of, 0.0)
-    of.order(1, Place("b", "z"))
-    of.order(2, Place("b", "x"))
+    of.give(1, Place("b", "z"))
+    of.give(2, Place("b", "x"))
     of.release()  # the policy's first action; operators' orders overtake its second
     of.held = lambda step: False
     of.release()
@@ -120,7 +124,7 @@ def test_an_action_decided_before_an_operators_order_is_refused() -> None:
         None,
         "it was decided in epoch 1, and this is 3",
     ]
-    assert of.serving("b") == ["x", "y", "z"]
+    assert of.fleet.serving("b") == ["x", "y", "z"]
 
 
 def test_the_policy_is_called_when_its_actions_have_ended() -> None:
@@ -138,77 +142,92 @@ def test_the_policy_is_called_when_its_actions_have_ended() -> None:
 def test_a_worker_that_dies_ends_the_order_that_waits_for_it() -> None:
     of = fleet()
     of.held = is_serving
-    of.order(1, Place("a", "z"))
-    of.order(2, Place("b", "x"))
-    of.dead["z"] = "the worker is gone (signal 9)"
+    of.give(1, Place("a", "z"))
+    of.give(2, Place("b", "x"))
+    of.fleet["z"].down = "the worker is gone (signal 9)"
     of.handle(DeviceLostEvent("z"))
     assert outcome(of, 1) == ("unavailable", "add was not done: the worker is gone (signal 9)")
-    assert of.waiting[-1].step == ServeModel("x", "b"), "the next one has begun"
+    assert of.waiting[-1].step == serving("x", "b"), "the next one has begun"
     of.release()  # an answer of the dead worker is not taken for anything
     assert of.ended[2] == DONE
 
 
 def test_an_order_is_done_by_all_devices_or_undone() -> None:
     of = fleet()
-    of.refusing["z"] = "it is full"
-    of.order(1, Add(ModelSettings(name="c", path="c")))
+    of.fleet["z"].refusing = "it is full"
+    of.give(1, Add(ModelSettings(name="c", path="c")))
     assert outcome(of, 1) == ("refused", "it is full")
-    assert of.serving("c") == []
+    assert of.fleet.serving("c") == []
     undo = [s for s in of.did if isinstance(s, SendCommand) and s.undoes]
     assert undo == [SendCommand(d, Remove("c", 0.0), undoes=True) for d in ("x", "y")]
 
 
 def test_a_drain_places_moves_and_evicts() -> None:
     of = fleet()
-    of.refusing["y"] = "it is full"
-    of.order(1, Drain("x"))
+    of.fleet["y"].refusing = "it is full"
+    of.give(1, Drain("x"))
     assert of.ended[1] == DONE
-    assert of.did[0] == ServeModel("z", "a")
+    assert of.did[0] == serving("z", "a")
     assert [s for s in of.did if isinstance(s, MoveRequests)] == [
         MoveRequests("x", "a", bring=True)
     ]
     assert [type(s) for s in of.did[-2:]] == [HandOver, SendCommand]
     assert of.did[-1] == SendCommand("x", EvictCommand("a", "its device is drained"))
-    assert of.taking("a") == ["z"]
-    of.order(2, Place("b", "x"))
+    assert of.fleet.taking("a") == ["z"]
+    of.give(2, Place("b", "x"))
     assert outcome(of, 2) == ("refused", "x is drained; uncordon it first")
-    of.order(3, Uncordon("x"))
-    assert of.taking("a") == ["x", "z"]
+    of.give(3, Uncordon("x"))
+    assert of.fleet.taking("a") == ["x", "z"]
 
 
 def test_a_drain_that_cannot_be_done_leaves_nothing_behind() -> None:
     of = OrderFleet({"a": ["x"], "b": ["x"]}, ["x", "y"])
     of.held = is_serving
-    of.order(1, Drain("x"))
+    of.give(1, Drain("x"))
     of.release()
-    of.refusing["y"] = "it is full"
+    of.fleet["y"].refusing = "it is full"
     of.release()
     assert outcome(of, 1) == ("refused", "b stays on x: y: it is full")
-    assert (of.on, of.away, of.drained) == (
-        {"x": ["a", "b"], "y": []},
-        {"x": set(), "y": set()},
-        set(),
-    )
+    found = [(list(d.specs), d.leaving, d.cordoned) for d in of.fleet.values()]
+    assert found == [(["a", "b"], set(), False), ([], set(), False)]
+
+
+def test_a_host_is_drained_with_all_its_devices_or_none() -> None:
+    of = OrderFleet({"a": ["w"], "b": ["x"]}, ["w", "x", "y"])
+    of.held = is_serving
+    of.give(1, DrainHost(("w", "x")))
+    assert of.waiting[-1].step == serving("y", "a"), "not on x, which is drained with it"
+    of.release()
+    of.fleet["y"].refusing = "it is full"
+    of.release()
+    assert outcome(of, 1) == ("refused", "b stays on x: y: it is full")
+    assert [d.cordoned for d in of.fleet.values()] == [False, False, False]
+    of.fleet["y"].refusing, of.held = None, lambda step: False
+    for number in (2, 3):
+        of.give(number, DrainHost(("w", "x")))
+        assert of.ended[number] == DONE
+        assert [d.cordoned for d in of.fleet.values()] == [True, True, False]
+        assert (of.fleet.taking("a"), of.fleet.taking("b")) == (["y"], ["y"])
 
 
 def test_a_command_to_one_device_waits_for_no_other_order() -> None:
     of = fleet()
     of.held = is_serving
-    of.order(1, Place("a", "y"))
-    of.order(2, EvictCommand("a"), "x")
+    of.give(1, Place("a", "y"))
+    of.give(2, EvictCommand("a"), "x")
     assert of.ended == {2: DONE}
-    of.order(3, EvictCommand("a"), "z")
+    of.give(3, EvictCommand("a"), "z")
     assert outcome(of, 3) == ("refused", "a is not on 'z'")
 
 
 def test_requests_are_moved_by_operators_and_policies_alike() -> None:
     orders: list[Order] = [Migrate("a", "x", "y", "by an operator"), Migrate("a", "x", "z")]
     of = fleet([Migrate("a", "x", "y", "pressure"), Migrate("a", "x", "z")])
-    of.on["y"].append("a")
+    of.fleet["y"].serve(["b", "a"])
     look(of, 0.0)
     for number, order in enumerate(orders):
-        of.order(number, order)
+        of.give(number, order)
     moved = MoveRequests("x", "a", bring=True, target="y")
     assert of.did == [moved, moved]
-    assert [done.refused for done in of.actions] == [None, "a is not on 'z'"]
+    assert {done.refused for done in of.actions} == {None, "a is not on 'z'"}
     assert [outcome(of, n)[1] for n in (0, 1)] == ["", "a is not on 'z'"]

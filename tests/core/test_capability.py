@@ -23,20 +23,16 @@ def test_each_direction_of_each_pair() -> None:
         Lendable("away", 256 * KiB, host="other"),
         Lendable("gpu", 256 * KiB, kind="cuda"),
         Lendable("group", 256 * KiB, kind=GROUP),
-        Lendable("layered", 256 * KiB, layered=True),
     ]
     found = {(c.lender, c.borrower): c for c in capabilities(devices)}
-    assert len(found) == 7 * 6
+    assert len(found) == 6 * 5
     for pair in (
         ("cpu:0", "cpu:1"),
         ("cpu:1", "cpu:0"),
-        ("layered", "cpu:0"),
-        ("layered", "cpu:1"),
     ):
         assert found[pair] == Capability(*pair, MAP)
         del found[pair]
     assert all(c.means is None for c in found.values())
-    assert found["cpu:0", "layered"].why.startswith("its KV lies layer by layer")
     assert found["cpu:0", "small"].why == "their pages differ: 256KiB and 64KiB"
     assert found["away", "cpu:1"].why == "they are on different hosts"
     assert found["cpu:0", "gpu"].why == "a cuda device cannot use the memory of a cpu device"

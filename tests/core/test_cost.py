@@ -69,6 +69,12 @@ def test_steps_that_only_decode_cost_the_same_to_the_last_bit(n: int, context: i
         assert costs.decoding(n)(context) == costs.of(JobLoad(0, 0, 0, n, context))
 
 
+@given(st.integers(0, 5000))
+def test_prefills_of_many_requests_cost_the_same_to_the_last_bit(tokens: int) -> None:
+    for costs in (GPU, LINEAR, EXPERTS, replace(LINEAR, base=-1.0)):
+        assert costs.prefilling()(tokens) == costs.prefill_seconds(tokens)
+
+
 def test_a_job_that_does_both_makes_one_pass_over_the_weights() -> None:
     both = GPU.of(JobLoad(64, 1, chunk_pairs(64, 0), 8, 800))
     alone = GPU.of(prefill(64)) + GPU.of(JobLoad(0, 0, 0, 8, 800))

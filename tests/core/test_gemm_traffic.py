@@ -54,8 +54,20 @@ def test_a_gemm_of_one_tile_of_rows_reads_its_weights_once_either_way() -> None:
 
 def test_time_is_bound_by_the_slower_side() -> None:
     traffic = weight_stationary(FIGURE_4B, HELD, HOPPER)
-    assert traffic.seconds(50e9, 4e12) == traffic.link / 50e9
-    assert traffic.seconds(450e9, 1e12) == traffic.device / 1e12
+    assert traffic.seconds(30e9, 4e12) == traffic.link / 30e9
+    assert traffic.seconds(450e9, 1e12) == traffic.memory_seconds(1e12) > traffic.device / 1e12
+
+
+def test_slices_turn_to_output_stationary_products_as_in_figure_4a() -> None:
+    """4.0 ms against 16.4 on the whole GPU, about the same on three slices, slower on seven."""
+    first = output_stationary(FIGURE_4B, TILE, HOPPER)
+    last = weight_stationary(FIGURE_4B, HELD, HOPPER)
+    assert last.seconds(427e9, 3.2e12) == pytest.approx(4.0e-3, rel=0.05)
+    rates = (3.2e12 / part for part in (1, 4, 8))
+    ratios = [last.seconds(427e9, rate) / first.seconds(427e9, rate) for rate in rates]
+    assert ratios[0] < 0.35
+    assert 0.8 < ratios[1] < 1.4
+    assert ratios[2] > 2.0
 
 
 @given(

@@ -33,6 +33,12 @@ def test_the_share_trades_the_link_for_device_memory() -> None:
     assert found[3].device < found[0].device / 2
 
 
+def test_one_tile_of_rows_has_no_partial_sums_whatever_the_share() -> None:
+    of = sizes("Llama-3-8b")
+    assert pass_traffic(of, 128, 1, 0.0, 16) == pass_traffic(of, 128, 1, 1.0, 16)
+    assert pass_traffic(of, 128, 1, 0.0, 16).sums == 0 < pass_traffic(of, 129, 1, 0.0, 16).sums
+
+
 def test_output_stationary_traffic_on_a_whole_device_is_near_figure_4b() -> None:
     figure_4b = GemmShape(m=5120, n=8192, k=8192)
     found = hybrid(figure_4b, OS_TILE, WS_TILE, 1.0, HOPPER, TOGETHER)

@@ -12,6 +12,7 @@ from ballast.core.cost import Traffic
 from ballast.core.traffic import (
     LEAST_SECONDS,
     LENGTHS_WEIGHT,
+    PRIOR_OUTPUT,
     WINDOW,
     Arrivals,
     Lengths,
@@ -56,9 +57,10 @@ def test_lengths_are_weighted_averages(lengths: list[int]) -> None:
     seen = Lengths()
     for n in lengths:
         seen = seen.and_one(n)
-    w = LENGTHS_WEIGHT
-    weights = [w * (1 - w) ** i for i in range(len(lengths) - 1)]
-    weights = [1 - sum(weights), *reversed(weights)]
+    weights = list[float]()
+    for i in range(len(lengths)):
+        latest = max(LENGTHS_WEIGHT, 1 / (i + 1))
+        weights = [*(w * (1 - latest) for w in weights), latest]
     mean = sum(a * n for a, n in zip(weights, lengths, strict=True))
     variance = sum(a * (n - mean) ** 2 for a, n in zip(weights, lengths, strict=True))
     assert seen.n == len(lengths)
@@ -81,21 +83,31 @@ def test_traffic_of_two_adds_up() -> None:
     assert a + Traffic() == a
 
 
-def test_what_is_left_is_expected_until_requests_have_ended() -> None:
+def test_a_usual_length_is_expected_until_requests_have_ended() -> None:
+    """Whatever bound a client gives: many give none."""
     seen = TrafficStats()
-    assert seen.expected_outputs(300) == 300
+    assert [seen.expected_outputs(left) for left in (8000, 300, 40)] == [PRIOR_OUTPUT] * 2 + [40]
     seen = seen.ended(prompt=50, output=40)
     assert (seen.prompts.mean, seen.outputs.mean) == (50.0, 40.0)
-    assert [seen.expected_outputs(left) for left in (300, 40, 7, 0)] == [40, 40, 7, 1]
-    nothing = TrafficStats().ended(prompt=50, output=0)
-    assert nothing.expected_outputs(300) == 1
+    assert 40 < seen.expected_outputs(300) < PRIOR_OUTPUT
+    for _ in range(400):
+        seen = seen.ended(prompt=50, output=40)
+    assert [seen.expected_outputs(left) for left in (300, 40, 7, 0)] == [41, 40, 7, 1]
 
 
 def test_lengths_count_what_has_not_ended() -> None:
     """Of many requests the short ones end first: their mean alone is too low."""
     seen = TrafficStats()
-    for _ in range(10):
+    for _ in range(500):
         seen = seen.ended(prompt=50, output=40)
-    assert seen.expected_outputs(1000) == 40
-    assert seen.expected_outputs(1000, unended=1600) == 200
-    assert seen.expected_outputs(100, unended=1600) == 100
+    assert seen.expected_outputs(1000) == 41
+    assert seen.expected_outputs(1000, unended=80_000) == 200
+    assert seen.expected_outputs(100, unended=80_000) == 100
+
+
+def test_the_first_answer_that_ended_says_no_more_than_the_others() -> None:
+    """It was a short one: of answers that began together the short ones end first."""
+    seen = TrafficStats().ended(prompt=50, output=1)
+    for _ in range(19):
+        seen = seen.ended(prompt=50, output=400)
+    assert seen.outputs.mean == pytest.approx(400 * 19 / 20, rel=0.01)

@@ -96,7 +96,9 @@ def test_decisions_are_told_newest_first_and_rows_of_like_ones_once() -> None:
 
 
 def test_what_a_decision_costs_comes_after_what_it_does() -> None:
-    why = "b needs pages; costs 0.1 expected misses, 0.05 a page; next best, a page: weights of c 1"
+    why = (
+        "b needs pages; expected late requests: 0.1 by it, 2 without it; next best: weights of c 1"
+    )
     one = {"time": 1.0, "action": "DropCache", "model": "a", "pages": 2, "why": why}
     (shown,) = decided([one], 1)
     assert shown.detail == f"b needs pages, 2 pages, {why.partition('; ')[2]}"

@@ -13,18 +13,30 @@ import pytest
 from ballast.engine.batch import Batch, Paused
 from ballast.engine.life import Life
 from ballast.engine.waiting import Waiting
+from ballast.kv.backing import PageBounds
 from ballast.kv.blocks import KvCache
+from ballast.kv.book import BlockBook
+from ballast.kv.borrowed import BorrowedBlocks
+from ballast.kv.counts import BlockCounts
+from ballast.kv.prefixes import CachedPrefixes
+from ballast.kv.staging import BlockStaging
 from ballast.weights.residency import WeightsOnDevice
 
 
-def of_kv(kv: KvCache) -> object:
+def of_kv(book: BlockBook) -> object:
+    counts = BlockCounts(book)
+    cached = counts.cached_pages, counts.cached_borrowed_pages
     return (
-        (kv.pages, kv.cached_pages, kv.loose_pages, kv.cached_borrowed_pages, kv.at_hand),
-        (kv.limit, kv.fixed, kv.rotation, kv.layout, kv.layer_pages),
-        dict(kv._refs),
-        {slab.index: slab.used for slab in kv._slabs.of.values()},
-        set() if kv._prefix is None else kv._prefix.kept(),
+        (book.backing.pages, *cached, counts.loose_pages, counts.at_hand, len(book.staged)),
+        of_bounds(book.backing.bounds),
+        dict(book.refs),
+        {slab.index: slab.used for slab in book.slabs.of.values()},
+        set() if book.prefix is None else book.prefix.kept(),
     )
+
+
+def of_bounds(bounds: PageBounds) -> object:
+    return bounds.limit, bounds.floor, bounds.cap
 
 
 def of_weights(weights: WeightsOnDevice) -> object:
@@ -41,7 +53,9 @@ def of_batch(batch: Batch) -> object:
 
 
 FACTS: dict[type[Any], Callable[[Any], object]] = {
-    KvCache: of_kv,
+    KvCache: lambda kv: of_kv(kv.book),
+    PageBounds: of_bounds,
+    **dict.fromkeys((CachedPrefixes, BorrowedBlocks, BlockStaging), lambda part: of_kv(part._book)),
     WeightsOnDevice: of_weights,
     Batch: of_batch,
     Waiting: lambda waiting: [r.id for r in waiting],
@@ -49,6 +63,13 @@ FACTS: dict[type[Any], Callable[[Any], object]] = {
     Life: str,
 }
 """By class that counts its changes, what snapshots show of it."""
+
+
+_BOOKS: dict[type[Any], Callable[[Any], Any]] = {
+    KvCache: lambda kv: kv.book,
+    **dict.fromkeys((CachedPrefixes, BorrowedBlocks, BlockStaging), lambda part: part._book),
+}
+"""Of those that count in a book that they share."""
 
 
 def count(patch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
@@ -71,11 +92,14 @@ def _counting(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, version = facts(self), self.version.n
+        version_of = _BOOKS.get(type(self), lambda counted: counted)(self)
+        before, version = facts(self), version_of.version.n
         result = method(self, *args, **kwargs)
         if facts(self) != before:
             calls[method.__qualname__] += 1
-            assert self.version.n > version, f"{method.__qualname__} does not count its change"
+            assert version_of.version.n > version, (
+                f"{method.__qualname__} does not count its change"
+            )
         return result
 
     return checked

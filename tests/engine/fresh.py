@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.view import Residency
-from ballast.engine.life_rules import Landing, SwapPhase, Work
+from ballast.engine.life_rules import Landing, Work
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.engine.views import deferred_pages, device_view, made_anew
@@ -18,8 +18,6 @@ def check_views(state: DeviceState) -> None:
         assert seen.residency is life.residency
         assert seen.busy == (life.work is Work.BUSY) == any(r.in_flight for r in seen.running)
         assert seen.rotation == (life.remap_to or m.weights.plan).rotation
-        assert seen.kv_swapping == (life.kv in (SwapPhase.ORDERED, SwapPhase.MOVING))
-        assert (seen.kv_rotation or m.kv.rotation) == (life.swap_to or m.kv.rotation)
         here = life.residency in (Residency.RESIDENT, Residency.EVICTING)
         assert not seen.running or here or life.landing is not Landing.SHUT
         open_here = seen.waiting or seen.running or m.paused

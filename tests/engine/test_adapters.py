@@ -63,7 +63,8 @@ class World:
         with InProcess(self.fleet()) as server:
             state = server.device.state
             weights = [m.weights.pages for m in state.models.values()]
-            kv = max(m.kv.most_pages(-(-180 // m.spec.block_tokens)) for m in state.models.values())
+            models = state.models.values()
+            kv = max(m.kv.layout.pages(-(-180 // m.spec.block_tokens)) for m in models)
         assert 2 * kv < min(weights)
         return max(weights) + 2 * kv
 

@@ -85,3 +85,18 @@ def test_a_job_that_took_no_time_tells_nothing() -> None:
 def test_equal_jobs_give_equal_estimates() -> None:
     assert learned(TRUE, 500, 0.2).costs == learned(TRUE, 500, 0.2).costs
     assert learned(replace(TRUE, base=1e-2), 500).costs != learned(TRUE, 500).costs
+
+
+def test_jobs_that_take_longer_are_expected_again_but_not_one_alone() -> None:
+    rng = random.Random(5)
+    estimator = learned(TRUE, 500)
+    job = load(rng)
+    assert estimator.late < 1e-3
+    estimator.observe(job, TRUE.of(job) + 0.04)
+    assert estimator.late < 1e-3
+    estimator.observe(job, TRUE.of(job) + 0.03)
+    assert estimator.late == pytest.approx(0.03, rel=0.2)
+    for _ in range(64):
+        job = load(rng)
+        estimator.observe(job, TRUE.of(job))
+    assert estimator.late < 3e-3

@@ -86,10 +86,8 @@ class Stepwise:
         class Machine(CpuMachine):
             copies_beside_jobs = True
 
-            def make_stream(
-                self, clock: Clock, post: Callable[[Event], None], dirty: bool
-            ) -> MakeStream | None:
-                return super().make_stream(clock, forward, dirty)
+            def make_stream(self, clock: Clock, post: Callable[[Event], None]) -> MakeStream | None:
+                return super().make_stream(clock, forward)
 
         machine = Machine(settings, clock, forward)
         machine.link.close()

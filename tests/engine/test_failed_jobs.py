@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
-from ballast.core.actions import Change, Reside
+from ballast.core.actions import Change
 from ballast.core.event import FailedOutput, JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.report import DeviceReport
 from ballast.core.request import Sampling, Submission
-from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings, Slo
-from ballast.engine.apply import apply
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
-from tests.engine.test_kv_swap_live import swapping
 from tests.engine.test_requests import GRAMMAR, path  # noqa: F401
 from tests.engine.test_requests import fleet as fleet_of_one
 from tests.live.test_command_executor import ordered
@@ -198,31 +195,3 @@ def test_more_running_requests_than_at_load_keep_their_grammars(path: Path) -> N
     for id, answer in answers.items():
         assert answer.tokens == expected[id].tokens, id
         assert answer.finished.preemptions == 0
-
-
-def test_kv_that_cannot_be_swapped_costs_nobody_the_answer(paths: Paths) -> None:  # noqa: F811
-    """A job that moves KV fails: its requests, which have no part in it, are recomputed."""
-    requests = asked(4, models=("c",))
-    expected = undisturbed(fleet(paths), requests)
-    with InProcess(swapping(fleet(paths), cap=0)) as server:
-        state = server.device.state
-        tried = []
-
-        def swap(now: float, output: object) -> None:
-            m = state.models["c"]
-            if m.life.swap_to is None and m.running:
-                wanted = Rotation((0, 1, 2), 1) if m.kv.rotation == WHOLE else WHOLE
-                swap = Reside("c", replace(m.plan, kv=wanted), "a test")
-                tried.append(apply(state, swap, []))
-
-        fragile = Fragile(server, "c", lambda work: not any(w.tokens for w in work))
-        server.listen = swap
-        answers = server.generate(requests)
-        report = server.device.snapshot()
-        settled(server)
-    assert sum(failed for _, failed in fragile.jobs) == 1
-    assert tried[0] is None
-    assert "could not be moved" in str(tried[-1])
-    assert sum(m.preemptions for m in report.models) > 0
-    for id, answer in answers.items():
-        assert answer.tokens == expected[id].tokens, id

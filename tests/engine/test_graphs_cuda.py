@@ -124,6 +124,9 @@ class Busy:
     def stalled(self) -> float:
         return 0.0
 
+    def carried(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 @dataclass
 class Lanes:

@@ -78,7 +78,7 @@ def test_tokens_are_the_same_on_borrowed_pages_and_when_the_lender_dies(
         with held(made.borrower, 50, "r7") as until_held:
             made.borrower.submit(*asked(10))
             until_held()
-            assert made.borrower.device.state.models["base"].kv.borrowed_pages > 0
+            assert made.borrower.device.state.models["base"].kv.borrowed.pages > 0
             outcome = made.order(Recall(BORROWER, 40, 60.0))
         assert outcome().code is None
         # They are the lender's again while requests go on: its driver would see it otherwise.

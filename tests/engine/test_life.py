@@ -20,7 +20,6 @@ from ballast.engine.life_rules import (
     Membership,
     RemapPhase,
     Step,
-    SwapPhase,
     Transition,
     Work,
 )
@@ -30,7 +29,6 @@ PARTS: dict[str, type[enum.Enum]] = {
     "landing": Landing,
     "work": Work,
     "layers": RemapPhase,
-    "kv": SwapPhase,
     "stay": Membership,
 }
 LAYERS = Rotation((0, 1), 1)
@@ -54,10 +52,6 @@ DO: dict[Transition, Callable[[Life], object]] = {
     Transition.ORDER_REMAP: lambda m: m.order_remap(LAYERS),
     Transition.SETTLE: lambda m: m.settle(),
     Transition.SETTLED: lambda m: m.settled(),
-    Transition.ORDER_SWAP: lambda m: m.order_swap(LAYERS),
-    Transition.BEGIN_MOVE: lambda m: m.begin_move(),
-    Transition.END_SWAP: lambda m: m.end_swap(),
-    Transition.LOSE_KV: lambda m: m.lose_kv("the cable is loose"),
     Transition.LEAVE: lambda m: m.leave(),
     Transition.STRIKE: lambda m: m.strike(),
 }
@@ -68,8 +62,7 @@ def parts(life: Life) -> dict[str, enum.Enum]:
 
 
 def data(life: Life) -> tuple[object, ...]:
-    parts = life.transfer_id, life.load_failed, life.job, life.remap_to, life.swap_to
-    return *parts, life.swap_failed, life.version.n
+    return life.transfer_id, life.load_failed, life.job, life.remap_to, life.version.n
 
 
 @dataclass
@@ -122,16 +115,11 @@ class Driven:
         if resident:
             yield Driven.drive_out
             yield Driven.remap
-            if life.kv is SwapPhase.STILL:
-                yield lambda d: d.life.order_swap(LAYERS)
             if life.work is Work.IDLE and not life.settling:
-                yield Driven.job
+                yield lambda d: d.life.begin_job(JOB, 0.0)
         if life.work is Work.BUSY:
             for passed in (False, True):
-                yield lambda d, passed=passed: d.end(passed, None)  # type: ignore[misc]
-                yield lambda d, passed=passed: d.end(passed, "broken")  # type: ignore[misc]
-        if life.kv is SwapPhase.ORDERED and life.work is Work.IDLE:
-            yield lambda d: d.life.end_swap()
+                yield lambda d, passed=passed: d.end(passed)  # type: ignore[misc]
         if life.settling:
             yield Driven.settled
         if life.stay is Membership.SERVED:
@@ -152,20 +140,10 @@ class Driven:
         self.life.order_remap(LAYERS)
         self.proceed()
 
-    def job(self) -> None:
-        if self.life.kv is SwapPhase.ORDERED:
-            self.life.begin_move()
-        self.life.begin_job(JOB, 0.0)
-
-    def end(self, passed: bool, why: str | None) -> None:
+    def end(self, passed: bool) -> None:
         self.life.end_job()
         if passed:
             self.stirred = False
-        if self.life.moving:
-            if why is None:
-                self.life.end_swap()
-            else:
-                self.life.lose_kv(why)
         self.proceed()
 
     def settled(self) -> None:
@@ -197,9 +175,8 @@ def test_every_state_that_can_be_reached_is_whole_and_nothing_else_is_let_by() -
                 known.add(after.key)
                 left.append(after)
     assert seen == {state for part in PARTS.values() for state in part}
-    # The end of a job that was to move KV, and the loss of it, are one event.
-    assert legal == set(Transition) - {Transition.LOSE_KV}
-    assert len(known) == 136
+    assert legal == set(Transition)
+    assert len(known) == 50
 
 
 def tried(life: Life, transition: Transition) -> bool:
@@ -229,7 +206,6 @@ def test_a_state_that_no_event_leads_to_is_found() -> None:
     spoilt: Callable[[Life], object]
     for spoilt in (
         lambda m: m.begin_job(JOB, 0.0) or m.order_eviction() or m.end_job(),
-        lambda m: m.order_swap(LAYERS) or m.begin_move(),
         lambda m: m.begin_job(JOB, 0.0) or m.order_remap(LAYERS) or m.end_job(),
     ):
         life = Life("m")

@@ -29,7 +29,7 @@ from ballast.core.migration import (
     MigrationAnswer,
 )
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.memory.peer_reader import PeerReader
 from ballast.memory.vm import Exported
@@ -137,7 +137,7 @@ class Two:
     @property
     def found(self) -> int:
         """Tokens whose KV the target did not compute."""
-        return self.target.device.state.models["base"].kv.hit_tokens
+        return self.target.device.state.models["base"].kv.prefixes.hit_tokens
 
 
 @contextmanager
@@ -176,14 +176,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(KvLayout))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_request_goes_on_with_its_kv(
-    path: Path, tmp_path: Path, expected: Callable[..., list[int]], way: str, layout: KvLayout
+    path: Path, tmp_path: Path, expected: Callable[..., list[int]], way: str
 ) -> None:
     """It departs when a block has filled: the target computes nothing that was computed before."""
     s = asked("r", **WAYS[way])
-    with two(path, tmp_path, kv_layout=layout) as made:
+    with two(path, tmp_path) as made:
         before = made.found
         with made.amid(s):
             exported = made.copied(s)
@@ -265,7 +264,7 @@ def test_what_was_imported_goes_with_its_model(path: Path, tmp_path: Path) -> No
         with made.amid(s):
             made.copied(s)
             m = made.target.device.state.models["base"]
-            assert m.kv.used_blocks == (PROMPT + 30) // BLOCK
+            assert m.kv.counts.used_blocks == (PROMPT + 30) // BLOCK
             made.target.device.command(EvictCommand("base", "a test"), lambda outcome: None)
             until(lambda: not m.kv.pages)
             made.source.cancel("r")

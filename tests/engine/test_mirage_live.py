@@ -28,7 +28,7 @@ def test_layers_are_lent_and_no_token_changes(
         alone = server.generate(requests)
         models = server.device.state.models.values()
         weights = sum(m.weights.pages for m in models)
-        longest = max(m.kv.most_pages(-(-140 // m.spec.block_tokens)) for m in models)
+        longest = max(m.kv.layout.pages(-(-140 // m.spec.block_tokens)) for m in models)
     tight = fleet(paths, weights + longest, "mirage")
     # No cap: how much is lent does not depend on how fast this machine is.
     options = {**turns, "quantum": 0.05, "cap": 0, "cooldown": 0.05}

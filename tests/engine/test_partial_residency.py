@@ -141,7 +141,7 @@ def test_cached_prefixes_outlive_the_loss_of_a_part(tmp_path: Path) -> None:
             m.weights.pages,
         )
         assert report.absent_layers == 1
-        cached = m.kv.cached_pages
+        cached = m.kv.counts.cached_pages
         assert cached > 0
         again = server.generate([replace(long, id="again")])["again"]
         assert m.cached_tokens > 0

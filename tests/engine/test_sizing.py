@@ -9,9 +9,10 @@ import pytest
 
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
-from ballast.core.settings import DeviceSettings, KvLayout
+from ballast.core.settings import DeviceSettings
 from ballast.core.units import KiB, format_bytes
-from ballast.engine.sizing import check_room, kv_layout, pages_aside
+from ballast.engine.sizing import check_room, pages_aside
+from ballast.kv.layout import Layout
 from tests.policy.worlds import PAGE, spec
 
 
@@ -21,39 +22,31 @@ def device(pages: int, specs: Sequence[ModelSpec]) -> DeviceSettings:
     return replace(plain, budget_bytes=(pages + pages_aside(specs, plain)) * PAGE)
 
 
-@pytest.mark.parametrize("layered", [False, True])
-def test_a_model_needs_its_weights_and_a_slab_of_kv(layered: bool) -> None:
+def test_a_model_needs_its_weights_and_a_slab_of_kv() -> None:
     m, other = spec("m", pages=10), spec("other", pages=3)
-    slab = kv_layout(m, device(99, [m]), layered=layered).whole_pages
-    check_room(m, [other], device(10 + slab, [m, other]), layered=layered)
+    slab = Layout.of(m, PAGE).slab_pages
+    check_room(m, [other], device(10 + slab, [m, other]))
     tight = device(10 + slab - 1, [m, other])
     with pytest.raises(ConfigError) as caught:
-        check_room(m, [other], tight, layered=layered)
+        check_room(m, [other], tight)
     least = tight.budget_bytes // KiB + PAGE // KiB
     assert caught.value.value == format_bytes(tight.budget_bytes)
     assert f"m needs a device of at least {least}KiB" in caught.value.allowed
     enough = replace(tight, budget_bytes=least * KiB)
-    check_room(m, [other], enough, layered=layered)
+    check_room(m, [other], enough)
 
 
 def test_weights_that_passes_read_in_host_memory_need_no_room() -> None:
     m, pinned = spec("m", pages=10), spec("pinned", pages=3, pinned=True)
-    slab = kv_layout(m, device(99, [m])).whole_pages
+    slab = Layout.of(m, PAGE).slab_pages
     check_room(m, [pinned], device(slab, [m, pinned]), in_place=True)
     with pytest.raises(ConfigError, match="for weights"):
         check_room(m, [pinned], device(slab - 1, [m, pinned]), in_place=True)
 
 
-def test_layers_apart_need_more_than_layers_together() -> None:
-    m = spec()
-    apart = replace(device(99, [m]), kv_layout=KvLayout.PER_LAYER)
-    assert kv_layout(m, apart).whole_pages == kv_layout(m, apart, layered=True).whole_pages
-    assert kv_layout(m, apart).whole_pages > kv_layout(m, device(99, [m])).whole_pages
-
-
 def test_pinned_models_leave_their_weights_to_nobody() -> None:
     m, pinned = spec("m", pages=10), spec("pinned", pages=5, pinned=True)
-    slab = kv_layout(m, device(99, [m])).whole_pages
+    slab = Layout.of(m, PAGE).slab_pages
     check_room(m, [spec("other", pages=5)], device(10 + slab, [m]))
     with pytest.raises(ConfigError, match="for weights, those of pinned models among them"):
         check_room(m, [pinned], device(10 + slab, [m]))
@@ -64,7 +57,7 @@ def test_pinned_models_leave_their_weights_to_nobody() -> None:
 
 def test_what_is_set_aside_already_is_not_there() -> None:
     m = spec(pages=10)
-    slab = kv_layout(m, device(99, [m])).whole_pages
+    slab = Layout.of(m, PAGE).slab_pages
     settings = device(10 + slab, [m])
     aside = pages_aside([m], settings)
     check_room(m, [], settings, aside=aside)

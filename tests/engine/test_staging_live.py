@@ -54,7 +54,7 @@ def test_staged_blocks_change_no_token(
         assert all(
             not m.kv.staged and not m.kv.staged.pages for m in server.device.state.models.values()
         )
-    assert len(seen) > 8
+    assert any(blocks > 0 for _, blocks in seen)
     for id, answer in answers.items():
         assert len(answer.tokens) > 0
         assert answer.tokens == alone[id].tokens, id
@@ -73,9 +73,9 @@ def test_a_context_longer_than_the_devices_kv_has_the_same_tokens(
     with InProcess(settings) as server:
         alone = server.generate(requests)
         (m,) = server.device.state.models.values()
-        own = m.kv.most_pages(-(-160 // m.spec.block_tokens))
+        own = m.kv.layout.pages(-(-160 // m.spec.block_tokens))
         pages = server.device.state.arena.pages + m.weights.pages + own
-        assert m.kv.most_pages(-(-240 // m.spec.block_tokens)) > own
+        assert m.kv.layout.pages(-(-240 // m.spec.block_tokens)) > own
     device = replace(settings.device, budget_bytes=pages * settings.device.page_bytes)
     short = replace(settings, device=device)
     with InProcess(short) as server:

@@ -50,6 +50,52 @@ def test_like_a_sorted_list(steps: list[tuple[bool, int, int]]) -> None:
         assert waiting.snapshot(SPEC) is waiting.snapshot(SPEC)
 
 
+def of_tenant(tenant: str, sequence: int) -> Request:
+    made = request(0, float(sequence), sequence)
+    return replace(made, submission=replace(made.submission, tenant=tenant))
+
+
+def test_tenants_take_turns_whatever_one_of_them_has_waiting() -> None:
+    waiting = Waiting()
+    for n in range(100):
+        waiting.add(of_tenant("flood", n))
+    for _ in range(10):
+        waiting.admit(waiting.first)
+    for n in range(100, 103):
+        waiting.add(of_tenant("other", n))
+    waiting.remove(list(waiting)[-1])  # who leaves from the end moves nobody's turn
+    waiting.add(of_tenant("third", 103))
+    admitted = []
+    for _ in range(8):
+        first = waiting.first
+        waiting.admit(first)
+        admitted.append((first.submission.tenant, first.order.sequence))
+    others = [("other", 100), ("third", 103), ("other", 101), ("other", 102)]
+    assert [a for a in admitted if a[0] != "flood"] == others
+    assert admitted[:3] == [("other", 100), ("third", 103), ("flood", 10)]
+    assert [n for tenant, n in admitted if tenant == "flood"] == [10, 11, 12, 13]
+
+
+def test_preempted_requests_keep_their_turn() -> None:
+    waiting = Waiting()
+    for n in range(3):
+        waiting.add(of_tenant("a", n))
+    preempted = waiting.first
+    waiting.admit(preempted)
+    waiting.add(of_tenant("b", 3))
+    waiting.add(preempted)
+    assert waiting.first is preempted
+
+
+def test_a_request_that_was_elsewhere_comes_in_the_order_of_its_tenant() -> None:
+    waiting = Waiting()
+    for n in (0, 2, 4):
+        waiting.add(of_tenant("a", n))
+    waiting.add(of_tenant("b", 5))
+    waiting.add(of_tenant("a", 1))
+    assert [r.order.sequence for r in waiting if r.submission.tenant == "a"] == [0, 1, 2, 4]
+
+
 def test_deadlines_follow_the_spec_and_the_adapter() -> None:
     """Whenever a request came, its deadlines are those of the spec that the snapshot is made by."""
     tuned = AdapterSpec(name="tuned", fingerprint="1", rank=1, slo=Slo(ttft=5.0, tpot=0.5))

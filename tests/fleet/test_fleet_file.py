@@ -14,7 +14,6 @@ from ballast.core.settings import (
     AdapterSettings,
     FleetSettings,
     KeySettings,
-    KvLayout,
     Role,
     ServerSettings,
     Slo,
@@ -26,7 +25,7 @@ from ballast.fleet.key_hints import KEYS, OTHERS, paths_of, place_of
 from ballast.fleet.schema import FleetKeys
 from benchmarks import gguf_files
 
-PRESETS = ("static", "swap", "balloon")
+PRESETS = ("static", "swap", "balloon", "ballast")
 MINIMAL = """
 models:
   - {name: a, path: m}
@@ -60,7 +59,7 @@ def fault(home: Path, text: str, **environ: str) -> ConfigError:
 
 def test_minimal_file_takes_the_defaults_of_the_settings(home: Path) -> None:
     fleet = load(home, MINIMAL)
-    assert fleet.preset == "balloon"
+    assert fleet.preset == "ballast"
     assert fleet.device.budget_bytes == 64 * MiB
     assert fleet.device.page_bytes == 256 * KiB
     assert fleet.link.bytes_per_second is None
@@ -449,6 +448,7 @@ server:
   stuck_seconds: 60
   loading_seconds: 900
   deprecated_metrics: true
+  request_texts: true
   spare_worker: false
 """
 )
@@ -483,6 +483,7 @@ def test_the_server_section(home: Path) -> None:
         stuck_seconds=60,
         loading_seconds=900,
         deprecated_metrics=True,
+        request_texts=True,
         spare_worker=False,
     )
     for secret in ("0123456701234567", "sk-bbb-0123456789", "sk-admin-01234567"):
@@ -664,8 +665,6 @@ def test_devices_of_several_ranks_are_not_for_simulations(home: Path) -> None:
 
 def test_a_device_says_how_its_kv_lies_and_what_it_computes(home: Path) -> None:
     one = "{budget: 64MiB}"
-    lies = load(home, MINIMAL.replace("budget: 64MiB", "budget: 64MiB, kv_layout: per-layer"))
-    assert lies.device.kv_layout is KvLayout.PER_LAYER
     assert load(home, MINIMAL).device.role is Role.BOTH
 
     def devices(*said: str) -> str:
@@ -711,7 +710,6 @@ def test_a_gpu_is_named_by_its_number(home: Path) -> None:
         ("tensor_parallel: 2, invariant: 1", "invariant"),
         ('name: "cuda:0", invariant: 2', "invariant"),
         ('name: "cuda:0", tensor_parallel: 2, exchange: gloo', "exchange"),
-        ('name: "cuda:0", tensor_parallel: 2, kv_layout: per-layer', "kv_layout"),
     ):
         found = fault(home, MINIMAL.replace(one, f"{wrong}, budget: 64MiB"))
         assert found.key == f"devices[0].{key}"

@@ -36,7 +36,7 @@ def home(tmp_path: Path) -> Path:
 def source(home: Path, **environ: str) -> FleetSource:
     return FleetSource(
         home / "fleet.yaml",
-        presets=("balloon",),
+        presets=("ballast",),
         changes=home / "c.json",
         adjust=lambda fleet: replace(fleet, story_path="told"),
         environ=environ,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ballast.core.errors import ConfigError
@@ -21,7 +20,7 @@ from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import FULL_REQUESTS, MadeFleet, make_fleet
 from ballast.fleet.model_recipes import SCALES, plans
 
-PRESETS = ("static", "balloon")
+PRESETS = ("static", "ballast")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,20 +181,6 @@ def test_a_fleet_is_remade_when_told_to(tmp_path: Path) -> None:
     again = make_fleet(tmp_path, size="tiny", steps=0, n_models=1, force=True, budget="1GiB")
     assert again.budget_bytes == 1024 * MiB
     assert "enough for that" in again.file.read_text()
-
-
-def test_a_real_model_is_beside_the_toys_with_memory_of_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "SmolLM2.Q4_1.gguf"
-    toys = make_fleet(tmp_path / "toys", n_models=2, steps=0, size="tiny")
-    both = make_fleet(tmp_path / "both", n_models=2, steps=0, size="tiny", real=file)
-    assert both.budget_bytes - toys.budget_bytes >= smollm2.EXTRA_BYTES
-    entries = yaml.safe_load(both.file.read_text())["models"]
-    assert [e["name"] for e in entries] == [smollm2.NAME, *(m.name for m in toys.models)]
-    assert entries[0]["path"] == str(file)
-    given = make_fleet(
-        tmp_path / "given", n_models=2, steps=0, size="tiny", real=file, budget="300MiB"
-    )
-    assert given.budget_bytes == 300 * MiB
 
 
 def test_the_real_model_is_found_where_its_package_is_installed(

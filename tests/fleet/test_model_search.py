@@ -112,7 +112,7 @@ def test_a_draft_is_a_fleet_file_whatever_names_paths_and_reasons_hold(tmp_path:
     text = draft(found, {found[0].name: spec}, left, MachineMemory((), 64 * GiB), "balloon")
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
-    fleet = load_fleet(file, presets=("balloon",))
+    fleet = load_fleet(file, presets=("balloon", "ballast"))
     assert [m.path for m in fleet.models] == [str(odd)]
     assert [a.path for a in fleet.models[0].adapters] == [str(tuned)]
     assert "\x1b" not in text

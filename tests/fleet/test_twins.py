@@ -66,7 +66,7 @@ def test_at_the_next_start_it_is_one_of_its_bases_own(tmp_path: Path) -> None:
     (tmp_path / "pirate" / "adapter_config.json").write_text("{}")
     file = tmp_path / "fleet.yaml"
     file.write_text("devices: [{budget: 1GiB}]\nmodels: [{name: llama, path: llama}]\n")
-    source = FleetSource(file, presets=["balloon"], changes=tmp_path / "changes.json", environ={})
+    source = FleetSource(file, presets=["ballast"], changes=tmp_path / "changes.json", environ={})
     source.read()
     source.keep(Changes().adding(NamedModelKeys(name="pirate", adapter="pirate", base="llama"), ()))
     [model] = source.read().fleet.models

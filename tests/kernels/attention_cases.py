@@ -15,7 +15,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ballast.core.settings import KvLayout
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch, Scratch
@@ -55,7 +54,6 @@ class Job:
         dim: int,
         block_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
-        layout: KvLayout = KvLayout.BLOCK_MAJOR,
     ) -> Job:
         starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
         needed = [-(-(s + c) // block_tokens) for s, c in ragged]
@@ -64,7 +62,7 @@ class Job:
         n = sum(needed) + 3
         # What nothing has written is not a number: it must not be read.
         memory = torch.full((n * stride,), float("nan"), dtype=dtype, device=DEVICE)
-        kv = GpuKv.over(memory, layout, shape, stride)
+        kv = GpuKv.over(memory, shape, stride)
         order = torch.randperm(n).tolist()
         tables = [[order.pop() for _ in range(k)] for k in needed]
         past = []
@@ -162,7 +160,6 @@ sequences = st.lists(
     st.sampled_from([8, 20, 64, 80]),
     st.sampled_from([1, 5, 16, 48]),
     st.sampled_from(list(TOLERANCES)),
-    st.sampled_from(list(KvLayout)),
     st.sampled_from([None, None, 1, 7, 40, 300, 1000]),
     st.sampled_from([None, None, 0.5, 30.0]),
     st.booleans(),
@@ -174,7 +171,6 @@ def test_triton_equals_softmax_in_float64(
     dim: int,
     block_tokens: int,
     dtype: torch.dtype,
-    layout: KvLayout,
     window: int | None,
     softcap: float | None,
     sunk: bool,
@@ -182,9 +178,7 @@ def test_triton_equals_softmax_in_float64(
 ) -> None:
     torch.manual_seed(seed)
     sinks = torch.randn(heads[0]).mul(4).to(dtype) if sunk else None
-    job = Job.of(
-        ragged, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype, layout=layout
-    )
+    job = Job.of(ragged, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype)
     qkv = inputs(job, heads[0])
     batch = job.batch(heads[0], lambda b: TritonAttention(b, 3))
     compare(job, run(job, batch, qkv, window, softcap, sinks), qkv, window, softcap, sinks)
@@ -209,9 +203,8 @@ def test_models_whose_jobs_take_turns_have_what_is_merged_in_common() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("layout", list(KvLayout))
-def test_write_touches_nothing_else(dtype: torch.dtype, layout: KvLayout) -> None:
-    job = Job.of([(3, 30), (40, 1), (0, 50)], kv_heads=2, dim=24, dtype=dtype, layout=layout)
+def test_write_touches_nothing_else(dtype: torch.dtype) -> None:
+    job = Job.of([(3, 30), (40, 1), (0, 50)], kv_heads=2, dim=24, dtype=dtype)
     expected = job.kv.cache.clone()
     _, k, v = inputs(job, 4)
     batch = job.batch(4, TritonAttention)
@@ -319,22 +312,18 @@ def test_soft_cap_is_accurate_for_small_and_large_scores() -> None:
 
 @pytest.mark.skipif(not GPU, reason="PyTorch finds no GPU")
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("layout", list(KvLayout))
 @pytest.mark.parametrize("block_tokens", [16, 256])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_shapes_of_real_models_equal_the_reference(
     dtype: torch.dtype,
-    layout: KvLayout,
     block_tokens: int,
     window: int | None,
     softcap: float | None,
 ) -> None:
     torch.manual_seed(9)
     for ragged in ([(700, 1), (3, 300), (0, 70), (5000, 1)], [(1200, 1), (0, 1), (255, 1)]):
-        job = Job.of(
-            ragged, kv_heads=2, dim=128, block_tokens=block_tokens, dtype=dtype, layout=layout
-        )
+        job = Job.of(ragged, kv_heads=2, dim=128, block_tokens=block_tokens, dtype=dtype)
         qkv = inputs(job, 8)
         found = run(job, job.batch(8, TritonAttention), qkv, window, softcap)
         compare(job, found, qkv, window, softcap)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ballast.core.job import SequenceWork
-from ballast.core.settings import KvLayout
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors
 from ballast.kernels.plain.attention import PlainAttention
@@ -101,8 +100,7 @@ def _job(
     ragged: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> GpuBatch:
     torch.manual_seed(7)
-    layout = KvLayout.PER_LAYER if dim == 24 else KvLayout.BLOCK_MAJOR
-    job = Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype, layout=layout)
+    job = Job.of(ragged, kv_heads=kv_heads, dim=dim, dtype=dtype)
     return job.batch(heads, PlainAttention)
 
 

@@ -88,6 +88,9 @@ class Where:
     def stalled(self) -> float:
         return 0.0
 
+    def carried(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 @pytest.mark.parametrize(
     ("lanes", "threads", "environment", "binds"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from ballast.bench import doctor_machine
 from ballast.bench.doctor_finding import Verdict
 from ballast.kernels import choice_file
+from ballast.kernels import compiled as kernels_compiled
 from ballast.kernels.choice_file import ChoiceFile, KernelChoice
 from ballast.kernels.compiled import digest_of, keep_only
 
@@ -119,3 +122,31 @@ def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
     keep_only(kept, after)
     assert not list(kept.glob("*.nb*"))
     assert (kept / "other.py").exists()
+
+
+def test_a_kernel_is_compiled_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for its lock, and find the code kept."""
+
+    def held() -> bool:
+        (file,) = tmp_path.glob("*.lock")
+        with file.open("ab") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    seen: list[bool] = []
+
+    def compiling(signature: object, *, cache: bool, error_model: str) -> Callable[[object], str]:
+        assert cache
+        return lambda kernel: seen.append(held()) or "code"  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(kernels_compiled, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(kernels_compiled, "is_kept", lambda: True)
+    monkeypatch.setattr(kernels_compiled, "cfunc", compiling)
+    assert kernels_compiled.compiled("void(int64)", test_code_of_other_sources_is_removed) == "code"
+    assert seen == [True]
+    assert not held()

@@ -10,6 +10,8 @@ from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.model import ModelSpec
 from ballast.core.units import KiB
 from ballast.kv.blocks import KvCache
+from ballast.kv.compaction import plan
+from ballast.kv.slabs import Slabs
 from ballast.memory.pool import Pool
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Range
@@ -114,20 +116,20 @@ def test_a_short_counts_what_was_asked_for_so_that_free_pages_can_be_set_against
     table: list[int] = []
     short = kv.grow(table, 2 * 12)
     assert short == Short(3, 12)
-    assert kv.pages_for(12) == 3
-    assert not kv.limited(short)
+    assert kv.counts.pages_for(12) == 3
+    assert not kv.counts.limited(short)
 
 
 def test_a_limit_bounds_growth_and_says_so() -> None:
     kv, pool = make(8)
-    kv.limit = 2
+    kv.bounds.limit = 2
     table = grown(kv, 8)
     short = kv.grow(table, 18)
     assert short == Short(1, 1)
-    assert kv.limited(short)
-    kv.limit = None
+    assert kv.counts.limited(short)
+    kv.bounds.limit = None
     assert kv.grow(table, 18) is None
-    kv.limit = 1
+    kv.bounds.limit = 1
     pool.allocate("other", 5)
     kv.free(table[4:])
     assert kv.pages == 1
@@ -135,12 +137,12 @@ def test_a_limit_bounds_growth_and_says_so() -> None:
 
 def test_a_limit_is_not_blamed_for_an_empty_pool() -> None:
     kv, pool = make(8)
-    kv.limit = 7
+    kv.bounds.limit = 7
     pool.allocate("other", 6)
     table = grown(kv, 4)
     short = kv.grow(table, 2 * 12)
     assert short == Short(2, 8)
-    assert not kv.limited(short)
+    assert not kv.counts.limited(short)
 
 
 def test_capacity_is_a_limit_for_ever() -> None:
@@ -148,8 +150,8 @@ def test_capacity_is_a_limit_for_ever() -> None:
     table = grown(kv, 8)
     short = kv.grow(table, 18)
     assert short is not None
-    assert kv.limited(short)
-    assert kv.excess(2 - kv.pages) == 0 < kv.excess(3 - kv.pages)
+    assert kv.counts.limited(short)
+    assert kv.counts.excess(2 - kv.pages) == 0 < kv.counts.excess(3 - kv.pages)
 
 
 def test_promised_pages_are_not_taken() -> None:
@@ -163,16 +165,21 @@ def test_promised_pages_are_not_taken() -> None:
 def test_a_cached_prefix_survives_and_is_shared() -> None:
     kv, _ = make()
     tokens = cached(kv, 1, 4)
-    assert (kv.pages, kv.cached_pages, kv.cached_blocks, kv.used_blocks) == (1, 1, 4, 0)
+    assert (kv.pages, kv.counts.cached_pages, kv.counts.cached_blocks, kv.counts.used_blocks) == (
+        1,
+        1,
+        4,
+        0,
+    )
     a = kv.match(tokens)
     b = kv.match(tokens)
     assert a == b == [0, 1, 2, 3]
-    assert (kv.cached_pages, kv.hit_tokens, kv.asked_tokens) == (0, 16, 18)
+    assert (kv.counts.cached_pages, kv.prefixes.hit_tokens, kv.prefixes.asked_tokens) == (0, 16, 18)
     kv.validate([a, b])
     kv.free(a)
-    assert kv.cached_pages == 0
+    assert kv.counts.cached_pages == 0
     kv.free(b)
-    assert kv.cached_pages == 1
+    assert kv.counts.cached_pages == 1
 
 
 def test_one_token_is_always_left_to_compute() -> None:
@@ -203,8 +210,8 @@ def test_an_equal_block_stays_private_until_the_first_is_gone() -> None:
     kv.remember(TOKENS, a, 8)
     kv.remember(TOKENS, b, 8)
     kv.free(a)
-    assert kv.cached_pages == 1
-    assert kv.drop_cached(1) == 1
+    assert kv.counts.cached_pages == 1
+    assert kv.prefixes.drop(1) == 1
     assert kv.match(TOKENS) == []
     kv.free(b)
     assert kv.match(TOKENS) == b
@@ -222,7 +229,7 @@ def test_a_short_pool_costs_cached_prefixes_oldest_slab_first() -> None:
     kv, pool = make(3)
     old, new = cached(kv, 1, 4), cached(kv, 2, 4)
     table = grown(kv, 4)
-    assert (kv.pages_for(1), kv.cached_pages) == (1, 2)
+    assert (kv.counts.pages_for(1), kv.counts.cached_pages) == (1, 2)
     assert kv.grow(table, 2 * 5) is None
     assert kv.match(old) == []
     found = kv.match(new)
@@ -231,15 +238,24 @@ def test_a_short_pool_costs_cached_prefixes_oldest_slab_first() -> None:
     kv.validate([table, found])
 
 
+def test_free_pages_are_used_before_cached_prefixes() -> None:
+    kv, pool = make(8, head_dim=16)
+    held = cached(kv, 3, 6)
+    assert pool.free == 2
+    grown(kv, 5)
+    assert pool.free == 0
+    assert kv.prefixes.held_tokens(held) == 6, "three blocks of the six gave their pages"
+
+
 def test_a_limit_costs_own_cached_prefixes_too() -> None:
     kv, pool = make(8)
     cached(kv, 1, 8)
-    kv.limit = 2
+    kv.bounds.limit = 2
     table = grown(kv, 8)
-    assert (kv.pages, kv.cached_blocks, pool.free) == (2, 0, 6)
+    assert (kv.pages, kv.counts.cached_blocks, pool.free) == (2, 0, 6)
     short = kv.grow(table, 18)
     assert short is not None
-    assert kv.limited(short)
+    assert kv.counts.limited(short)
 
 
 def test_scattered_cached_blocks_are_reused_before_whole_slabs() -> None:
@@ -248,7 +264,7 @@ def test_scattered_cached_blocks_are_reused_before_whole_slabs() -> None:
     mixed = grown(kv, 4)
     kv.remember(TOKENS, mixed, 2)
     kv.free(mixed[:1])
-    assert kv.pages_for(1) == 0
+    assert kv.counts.pages_for(1) == 0
     table = [*mixed[1:], *grown(kv, 1)]
     assert table[-1] == mixed[0]
     assert len(kv.match(whole)) == 4
@@ -272,13 +288,13 @@ def test_dropping_takes_whole_slabs_least_recently_used_first() -> None:
     kv, pool = make(8)
     a, b, c = (cached(kv, first, 4) for first in (1, 2, 3))
     kv.free(kv.match(a))
-    assert kv.drop_cached(1) == 1
+    assert kv.prefixes.drop(1) == 1
     assert (kv.pages, pool.free, kv.match(b)) == (2, 6, [])
     assert len(kv.match(a)) == 4
-    assert kv.drop_cached(100) == 1
+    assert kv.prefixes.drop(100) == 1
     assert kv.match(c) == []
-    assert kv.drop_cached(1) == 0
-    assert kv.drop_cached(0) == 0
+    assert kv.prefixes.drop(1) == 0
+    assert kv.prefixes.drop(0) == 0
 
 
 def test_surrender_gives_pages_back_and_keeps_what_frees_none() -> None:
@@ -286,9 +302,9 @@ def test_surrender_gives_pages_back_and_keeps_what_frees_none() -> None:
     mine, other = grown(kv, 6), grown(kv, 1)
     assert other[0] // 4 == 1
     kv.remember(TOKENS, mine, 12)
-    assert kv.if_freed(mine)[0] == 1
+    assert kv.counts.if_freed(mine)[0] == 1
     kv.free(mine, surrender=True)
-    assert (kv.pages, pool.free, kv.cached_blocks) == (1, 7, 2)
+    assert (kv.pages, pool.free, kv.counts.cached_blocks) == (1, 7, 2)
     kv.validate([other])
 
 
@@ -297,15 +313,15 @@ def test_shared_blocks_free_nothing_while_the_other_holds_them() -> None:
     a = grown(kv, 4)
     kv.remember(TOKENS, a, 8)
     b = kv.match(TOKENS)
-    assert kv.if_freed(a)[0] == kv.if_freed(b)[0] == 0
+    assert kv.counts.if_freed(a)[0] == kv.counts.if_freed(b)[0] == 0
     kv.free(a, surrender=True)
-    assert kv.if_freed(b)[0] == 1
+    assert kv.counts.if_freed(b)[0] == 1
 
 
 def test_compaction_frees_slabs_and_edits_every_table() -> None:
     kv, pool = make(8)
     moved: list[tuple[int, int]] = []
-    kv.move = lambda source, target: moved.append((source, target))
+    kv.book.move = lambda source, target: moved.append((source, target))
     first, second, third = grown(kv, 4), grown(kv, 4), grown(kv, 4)
     kv.remember(TOKENS, third, 2)
     shared = kv.match(TOKENS[:3])
@@ -334,14 +350,33 @@ def test_compaction_of_equally_used_slabs_never_fills_the_one_it_empties() -> No
     kv.validate(tables)
 
 
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_compaction_does_not_depend_on_the_numbers_of_pages(ids: tuple[int, ...]) -> None:
+    slabs = Slabs(4)
+    for index in ids:
+        slabs.open([index])
+        slabs.allocate(4)
+    for slab in slabs.of.values():
+        slab.free, slab.used = [slab.index * 4 + 3, slab.index * 4 + 2], 2
+        slabs.settle(slab)
+    place = {index: nth for nth, index in enumerate(ids)}
+    moves = plan(slabs, 2, set())
+    assert [(place[a // 4], a % 4, place[b // 4], b % 4) for a, b in moves] == [
+        (0, 0, 1, 2),
+        (0, 1, 1, 3),
+        (2, 0, 3, 2),
+        (2, 1, 3, 3),
+    ]
+
+
 def test_compaction_keeps_cached_prefixes() -> None:
     kv, pool = make(8)
     host = grown(kv, 4)
     tokens = cached(kv, 1, 2)
     kv.free(host[1:])
-    assert (kv.pages, kv.cached_pages) == (2, 1)
+    assert (kv.pages, kv.counts.cached_pages) == (2, 1)
     assert kv.compact([host[:1]], 1) == 1
-    assert (kv.pages, kv.cached_pages, pool.free) == (1, 0, 7)
+    assert (kv.pages, kv.counts.cached_pages, pool.free) == (1, 0, 7)
     found = kv.match(tokens)
     assert len(found) == 2
     kv.validate([host[:1], found])
@@ -356,9 +391,9 @@ def test_compaction_forgets_prefixes_that_lie_between_blocks_in_use() -> None:
         kv.remember([first, *TOKENS[:4], 3], table, 4)
         kv.free(table[:2])
         tables.append(table[2:])
-    assert (kv.pages, kv.cached_pages, kv.loose_pages) == (2, 0, 1)
+    assert (kv.pages, kv.counts.cached_pages, kv.counts.loose_pages) == (2, 0, 1)
     assert kv.compact(tables, 1) == 1
-    assert (kv.pages, pool.free, kv.loose_pages) == (1, 7, 0)
+    assert (kv.pages, pool.free, kv.counts.loose_pages) == (1, 7, 0)
     assert kv.match([50, *TOKENS[:4], 3]) == []
     kv.validate(tables)
 
@@ -399,7 +434,7 @@ def test_a_move_that_fails_leaves_books_and_tables_in_step() -> None:
         if len(calls) == 2:
             raise OSError
 
-    kv.move = move
+    kv.book.move = move
     with pytest.raises(OSError):
         kv.compact(tables, 1)
     kv.validate(tables)
@@ -454,7 +489,7 @@ def test_a_mapping_that_fails_changes_nothing() -> None:
     kv.validate([table])
     assert pool.free == 5
     assert kv.grow(table, 2 * 2) is None
-    assert [kv.page_at(b * kv.layout.stride_bytes) for b in table] == [0, 3]
+    assert [kv.book.backing.page_at(b * kv.layout.stride_bytes) for b in table] == [0, 3]
 
 
 def test_blocks_are_found_in_the_window_by_the_numbers_of_their_pages() -> None:
@@ -474,11 +509,11 @@ def test_blocks_are_found_in_the_window_by_the_numbers_of_their_pages() -> None:
     vm.map(weights, 0, [table[0] // size], alias=True)
     at = table[0] % size * kv.layout.stride_bytes
     assert array_at(weights.base + at, (1,), "uint8")[0] == table[0]
-    assert kv.os_backed() == kv.pages == 5
+    assert kv.book.backing.os_backed() == kv.pages == 5
     vm.unmap(weights, 0, 1)
     vm.release(weights)
     kv.free(table)
-    assert (kv.pages, kv.os_backed(), vm.mappings()) == (0, 0, before)
+    assert (kv.pages, kv.book.backing.os_backed(), vm.mappings()) == (0, 0, before)
     kv.validate([])
     vm.close()
 
@@ -512,10 +547,10 @@ def test_a_scrub_forgets_what_a_tenant_has_cached_and_nobody_uses() -> None:
         kv.remember([first, *TOKENS[:6]], table, 6, tenant=tenant)
         if first < 3:
             kv.free(table)
-    assert kv.scrub("me") == 3
+    assert kv.prefixes.scrub("me") == 3
     kv.validate([table])
-    assert [len(kv.find([first, *TOKENS[:6]], "")) for first in (1, 2, 3)] == [0, 3, 3]
+    assert [len(kv.prefixes.find([first, *TOKENS[:6]], "")) for first in (1, 2, 3)] == [0, 3, 3]
     kv.free(table)
-    assert kv.scrub(None) == 6
+    assert kv.prefixes.scrub(None) == 6
     assert pool.free == pool.total
     kv.validate([])

@@ -109,7 +109,7 @@ class Machine(RuleBasedStateMachine):
 
     def forget_unbacked(self) -> None:
         for block in list(self.memory):
-            if not self.kv.is_backed(block):
+            if block // self.kv.layout.blocks_per_slab not in self.kv.book.slabs.of:
                 del self.memory[block]
 
     def read(self, s: Sequence, i: int) -> Content | None:
@@ -126,23 +126,23 @@ class Machine(RuleBasedStateMachine):
         kv = self.kv
         return (
             kv.pages,
-            kv.borrowed_pages,
+            kv.borrowed.pages,
             self.borrower.unused,
-            kv.cached_pages,
-            kv.cached_blocks,
-            kv.used_blocks,
+            kv.counts.cached_pages,
+            kv.counts.cached_blocks,
+            kv.counts.used_blocks,
             self.pool.free,
-            kv.pages_for(3),
-            list(kv._slabs.idle),
-            sorted(kv._prefix.kept()) if kv._prefix else None,
+            kv.counts.pages_for(3),
+            list(kv.book.slabs.idle),
+            sorted(kv.book.prefix.kept()) if kv.book.prefix else None,
         )
 
     def grow(self, blocks: list[int], n_tokens: int) -> Short | None:
         """Grow, and check that exactly what the sizes said has happened."""
         kv = self.kv
         n = ceil_div(n_tokens, BLOCK_TOKENS) - len(blocks)
-        asked = kv.pages_for(n)
-        fresh = asked - kv.cached_pages - kv.cached_borrowed_pages
+        asked = kv.counts.pages_for(n)
+        fresh = asked - kv.counts.cached_pages - kv.counts.cached_borrowed_pages
         refused = fresh > 0 and not self.can_back(fresh)
         before, table, pages = self.books(), list(blocks), kv.pages
         short = kv.grow(blocks, n_tokens)
@@ -150,16 +150,17 @@ class Machine(RuleBasedStateMachine):
             assert short is not None
             assert short.pages == asked
             # With so many blocks back it would need no page, with one fewer it would.
-            assert kv.pages_for(n - short.blocks) == 0 < kv.pages_for(n - short.blocks + 1)
+            left = n - short.blocks
+            assert kv.counts.pages_for(left) == 0 < kv.counts.pages_for(left + 1)
             assert (self.books(), blocks) == (before, table)
-            most = kv.pages - kv.cached_pages + asked
-            beyond = kv.limit is not None and most > kv.limit
-            assert kv.limited(short) == beyond
+            most = kv.pages - kv.counts.cached_pages + asked
+            beyond = kv.bounds.limit is not None and most > kv.bounds.limit
+            assert kv.counts.limited(short) == beyond
         else:
             assert short is None
             assert blocks[: len(table)] == table
             assert len(blocks) == max(len(table), ceil_div(n_tokens, BLOCK_TOKENS))
-            assert kv.limit is None or kv.pages <= max(kv.limit, pages)
+            assert kv.bounds.limit is None or kv.pages <= max(kv.bounds.limit, pages)
             for block in blocks[len(table) :]:
                 self.memory[block] = [None] * BLOCK_TOKENS
         return short
@@ -172,7 +173,7 @@ class Machine(RuleBasedStateMachine):
 
     def relax(self) -> None:
         """After a refusal others give way, lest most of a run be spent in want."""
-        self.kv.limit = None
+        self.kv.bounds.limit = None
         if self.others:
             self.pool.give_back("other", self.others.pop())
         elif len(self.open) > 2:
@@ -244,24 +245,25 @@ class Machine(RuleBasedStateMachine):
     @rule(i=picks, surrender=st.booleans())
     def end(self, i: int, surrender: bool) -> None:
         s = self.pick(i)
-        would_free, cached = self.kv.if_freed(s.blocks)[0], self.kv.cached_pages
+        would_free, cached = self.kv.counts.if_freed(s.blocks)[0], self.kv.counts.cached_pages
         pages = self.kv.pages
         self.kv.free(s.blocks, surrender=surrender)
         self.open.remove(s)
         freed = pages - self.kv.pages
         if surrender:
-            assert (freed, self.kv.cached_pages) == (would_free, cached)
+            assert (freed, self.kv.counts.cached_pages) == (would_free, cached)
         else:
-            assert freed + self.kv.cached_pages - cached == would_free
+            assert freed + self.kv.counts.cached_pages - cached == would_free
 
     # -- what policies ask for ----------------------------------------------------------------
 
     @rule(pages=st.integers(0, 6))
     def drop_cached(self, pages: int) -> None:
         kv = self.kv
-        before, cached = self.backed, kv.cached_pages + kv.cached_borrowed_pages
-        own = kv.pages - min(kv.cached_pages, ceil_div(pages, slab := kv.layout.slab_pages) * slab)
-        freed = kv.drop_cached(pages)
+        before, cached = self.backed, kv.counts.cached_pages + kv.counts.cached_borrowed_pages
+        wanted = ceil_div(pages, slab := kv.layout.slab_pages) * slab
+        own = kv.pages - min(kv.counts.cached_pages, wanted)
+        freed = kv.prefixes.drop(pages)
         assert kv.pages == own
         assert freed == before - self.backed == min(cached, ceil_div(pages, slab) * slab)
 
@@ -276,7 +278,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from([None, None, None, None, None, None, 0, 2, 4, 9]))
     def limit(self, limit: int | None) -> None:
-        self.kv.limit = limit
+        self.kv.bounds.limit = limit
 
     @rule(really=st.integers(0, 7))
     def evict(self, really: int) -> None:
@@ -286,7 +288,7 @@ class Machine(RuleBasedStateMachine):
             self.kv.free(s.blocks, surrender=True)
         self.open.clear()
         self.kv.clear()
-        assert self.backed == self.kv.cached_blocks == self.kv.used_blocks == 0
+        assert self.backed == self.kv.counts.cached_blocks == self.kv.counts.used_blocks == 0
         assert self.pool.ledger.owned(self.kv.owner) == 0
 
     @precondition(lambda self: not self.others)
@@ -300,13 +302,13 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def backed(self) -> int:
-        return self.kv.pages + self.kv.borrowed_pages
+        return self.kv.pages + self.kv.borrowed.pages
 
     @property
     def room(self) -> int:
         """Pages of the pool that it may have more."""
         room = self.pool.available(self.kv.owner)
-        limit = self.kv.limit
+        limit = self.kv.bounds.limit
         return room if limit is None else max(0, min(room, limit - self.kv.pages))
 
     @rule(n=st.integers(1, 8), left=st.integers(0, 3))
@@ -322,28 +324,45 @@ class Machine(RuleBasedStateMachine):
             assert self.borrower.accept(self.leases[-1]) is None
 
     @precondition(lambda self: self.leases)
-    @rule(i=picks)
-    def asked_back(self, i: int) -> None:
-        """What is cached goes, what fits comes home, and the rest is preempted."""
+    @rule(i=picks, moves=st.booleans())
+    def asked_back(self, i: int, moves: bool) -> None:
+        """What is cached goes, or takes the places of what is colder; what fits comes home, and the
+        rest is preempted."""
         lease = self.leases[i % len(self.leases)]
         self.borrower.recall(lease)
+        if moves:
+            self.clear([used.page for used in self.borrower.wanted()])
         for page in [used.page for used in self.borrower.wanted()]:
-            if not self.kv.holds(page):
+            if not self.kv.borrowed.holds(page):
                 continue  # it went with a table that has ended
-            if self.kv.forsake(page):
+            if self.kv.borrowed.drop(page):
                 continue
             room = self.room >= 1
             before = [list(s.blocks) for s in self.open]
             self.moved.clear()
-            assert self.kv.bring_home(page, self.tables()) == room
+            assert self.kv.borrowed.bring_home(page, self.tables()) == room
             twins = dict(self.moved)
             assert self.tables() == [[twins.get(b, b) for b in table] for table in before]
             if not room:
-                users = set(self.kv.used_with(page))
+                users = set(self.kv.borrowed.used_on(page))
                 for s in [s for s in self.open if users & set(s.blocks)]:
                     self.end(self.open.index(s), True)
         self.settle()
         assert lease.id not in [result.id for result in self.leases]
+
+    def clear(self, pages: list[int]) -> None:
+        """The coldest prefixes go, wherever they lie; the others stay, in their order."""
+        slabs, names = self.kv.book.slabs, self.kv.book.prefix
+        assert names is not None or not slabs.idle
+        held = lambda slab: [names._names[b] for b in slab.cached] if names else []  # noqa: E731
+        order = [held(slab) for slab in slabs.to_drop(())]
+        leaving = [p for p in pages if not slabs.of[p].used]
+        room = max(0, self.room) + self.borrower.unused
+        moved, dropped = self.kv.borrowed.clear(pages)
+        assert moved + dropped == len(leaving)
+        assert dropped == max(0, len(leaving) - room)
+        assert [held(slab) for slab in slabs.to_drop(())] == order[dropped:]
+        assert all(not self.kv.borrowed.holds(page) for page in leaving)
 
     def settle(self) -> None:
         for result in self.borrower.settle():
@@ -371,11 +390,11 @@ class Machine(RuleBasedStateMachine):
         self.kv.validate(self.tables())
         self.pool.validate()
         self.borrower.validate()
-        assert self.kv.os_backed() == self.backed
-        assert self.borrower.in_use == self.kv.borrowed_pages
+        assert self.kv.book.backing.os_backed() == self.backed
+        assert self.borrower.in_use == self.kv.borrowed.pages
         assert self.pool.ledger.borrowed() == sum(len(lease.pages) for lease in self.leases)
         assert self.pool.free + self.kv.pages + sum(map(len, self.others)) == self.pool.total
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=80, stateful_step_count=50)
+TestMachine.settings = settings(max_examples=40, stateful_step_count=50)

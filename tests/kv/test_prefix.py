@@ -83,3 +83,19 @@ def test_a_name_follows_its_block() -> None:
     index.move(77, 78)
     assert index.find(TOKENS, "") == [0, 9]
     index.validate()
+
+
+def test_only_what_is_computed_again_is_missed() -> None:
+    index = PrefixIndex("m", 4)
+    tokens, others = list(range(12)), list(range(100, 112))
+    index.name(tokens, [0, 1, 2], 3, "")
+    index.name(others, [3, 4, 5], 3, "")
+    index.lose([1, 2, 3, 4, 5])
+    for block in (1, 2, 3, 4, 5):
+        index.forget(block)
+    assert index.missed == 0
+    index.name(tokens, [0, 7, 8], 3, "")
+    assert index.missed == 2
+    index.forget(8)  # not to make room
+    index.name(tokens, [0, 7, 9], 3, "")
+    assert index.missed == 2

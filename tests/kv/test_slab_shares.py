@@ -29,7 +29,7 @@ def cached(kv: KvCache, tenant: str, first: int, n_blocks: int = 1) -> list[int]
 
 
 def held(kv: KvCache, tenant: str, prompts: list[list[int]]) -> int:
-    return sum(bool(kv.find(tokens, tenant)) for tokens in prompts)
+    return sum(bool(kv.prefixes.find(tokens, tenant)) for tokens in prompts)
 
 
 @pytest.mark.parametrize("head_dim", [ONE_A_PAGE, FOUR_A_PAGE])
@@ -40,12 +40,12 @@ def test_a_flood_leaves_others_their_share(head_dim: int) -> None:
     for n in range(100, 150):
         cached(kv, "flood", n, per_page)
     assert held(kv, "one", mine) == 3, "the oldest of all, and less than half"
-    assert kv.cached_pages_of == {"one": 3, "flood": 5}
+    assert kv.counts.cached_pages_of == {"one": 3, "flood": 5}
     kv.validate([])
-    assert kv.drop_cached(2) == 2
-    assert kv.cached_pages_of == {"one": 3, "flood": 3}
-    assert kv.drop_cached(2) == 2
-    assert kv.cached_pages_of == {"one": 2, "flood": 2}
+    assert kv.prefixes.drop(2) == 2
+    assert kv.counts.cached_pages_of == {"one": 3, "flood": 3}
+    assert kv.prefixes.drop(2) == 2
+    assert kv.counts.cached_pages_of == {"one": 2, "flood": 2}
     assert held(kv, "one", mine) == 2
     kv.validate([])
 
@@ -55,24 +55,25 @@ def test_beyond_its_share_a_key_loses_its_oldest_first() -> None:
     mine = [cached(kv, "one", n) for n in range(8)]
     for n in range(100, 150):
         cached(kv, "flood", n)
-    assert [bool(kv.find(tokens, "one")) for tokens in mine] == [False] * 4 + [True] * 4
-    assert kv.cached_pages_of == {"one": 4, "flood": 4}
+    assert [bool(kv.prefixes.find(tokens, "one")) for tokens in mine] == [False] * 4 + [True] * 4
+    assert kv.counts.cached_pages_of == {"one": 4, "flood": 4}
 
 
 def test_without_keys_the_least_recently_used_goes() -> None:
     kv, _ = make(8, head_dim=ONE_A_PAGE)
     prompts = [cached(kv, "", n) for n in range(8)]
     kv.free(kv.match(prompts[0], ""))
-    kv.drop_cached(2)
-    assert [bool(kv.find(tokens)) for tokens in prompts] == [True, False, False, *[True] * 5]
+    kv.prefixes.drop(2)
+    found = [bool(kv.prefixes.find(tokens)) for tokens in prompts]
+    assert found == [True, False, False, *[True] * 5]
 
 
 def test_what_a_request_reuses_is_spared_whoever_is_over() -> None:
     kv, _ = make(8, head_dim=ONE_A_PAGE)
     prompts = [cached(kv, "flood", n) for n in range(5)]
     cached(kv, "one", 100)
-    kv.drop_cached(3, spare=kv.find(prompts[0], "flood"))
-    found = [bool(kv.find(tokens, "flood")) for tokens in prompts]
+    kv.prefixes.drop(3, spare=kv.prefixes.find(prompts[0], "flood"))
+    found = [bool(kv.prefixes.find(tokens, "flood")) for tokens in prompts]
     assert found == [True, False, False, False, True]
 
 
@@ -83,17 +84,17 @@ def test_what_a_request_reuses_is_spared_whoever_is_over() -> None:
 def test_nobody_within_a_share_loses_to_one_beyond(asked: list[tuple[str, int]], drop: int) -> None:
     kv, _ = make(8, head_dim=ONE_A_PAGE)
     for tenant, n in asked:
-        before = kv.cached_pages_of
-        full = kv.cached_pages == 8
+        before = kv.counts.cached_pages_of
+        full = kv.counts.cached_pages == 8
         cached(kv, tenant, n)
         kv.validate([])
         for other, pages in before.items():
-            lost = pages - kv.cached_pages_of.get(other, 0)
+            lost = pages - kv.counts.cached_pages_of.get(other, 0)
             assert lost <= 0 or (full and pages == max(before.values())), (before, tenant)
-    before = kv.cached_pages_of
-    kv.drop_cached(drop)
+    before = kv.counts.cached_pages_of
+    kv.prefixes.drop(drop)
     kv.validate([])
-    left = kv.cached_pages_of
+    left = kv.counts.cached_pages_of
     lost = {t: n - left.get(t, 0) for t, n in before.items()}
     assert sum(lost.values()) == min(drop, sum(before.values()))
     for tenant, n in lost.items():

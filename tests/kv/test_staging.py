@@ -20,9 +20,9 @@ def made(pages: int = 8, host_blocks: int = 40) -> tuple[KvCache, Pool]:
 
 
 def staged(kv: KvCache, table: list[int], n: int) -> None:
-    kv.begin_moves(table[:n], ())
+    kv.staging.begin_moves(table[:n], ())
     kv.validate([table])
-    assert kv.end_moves([table], done=True)
+    assert kv.staging.end_moves([table], done=True)
 
 
 def test_staged_blocks_give_up_their_pages_but_for_slots_and_come_home() -> None:
@@ -32,8 +32,8 @@ def test_staged_blocks_give_up_their_pages_but_for_slots_and_come_home() -> None
     staged(kv, table, n)
     assert [block < 0 for block in table] == [True] * n + [False] * (len(table) - n)
     assert kv.pages == before - 4 + kv.staged.pages_for(n)
-    kv.begin_moves((), table[:n])
-    assert kv.end_moves([table], done=True)
+    kv.staging.begin_moves((), table[:n])
+    assert kv.staging.end_moves([table], done=True)
     assert min(table) >= 0
     assert kv.pages == before
     kv.validate([table])
@@ -46,11 +46,11 @@ def test_a_job_that_fails_leaves_all_blocks_where_they_were() -> None:
     table = grown(kv, 6 * kv.layout.blocks_per_slab)
     staged(kv, table, 4)
     before, pages = list(table), kv.pages
-    moves = kv.begin_moves(table[4:8], table[:2])
+    moves = kv.staging.begin_moves(table[4:8], table[:2])
     assert len(moves.stores) == 4
     assert len(moves.homes) == 2
     kv.validate([table])
-    assert not kv.end_moves([table], done=False)
+    assert not kv.staging.end_moves([table], done=False)
     assert (table, kv.pages, len(kv.staged)) == (before, pages, 4)
     kv.validate([table])
 
@@ -62,8 +62,8 @@ def test_blocks_without_pages_for_their_slots_stay() -> None:
     table = grown(kv, 8 * size)
     assert pool.free == 0
     before = list(table)
-    kv.begin_moves(table[::size], ())
-    assert not kv.end_moves([table], done=True)
+    kv.staging.begin_moves(table[::size], ())
+    assert not kv.staging.end_moves([table], done=True)
     assert (table, len(kv.staged)) == (before, 0)
     kv.validate([table])
 
@@ -71,8 +71,8 @@ def test_blocks_without_pages_for_their_slots_stay() -> None:
 def test_the_host_takes_no_more_than_it_has_room_for() -> None:
     kv, _ = made(host_blocks=3)
     table = grown(kv, 4 * kv.layout.blocks_per_slab)
-    assert len(kv.begin_moves(table[:8], ()).stores) == 3
-    kv.end_moves([table], done=True)
+    assert len(kv.staging.begin_moves(table[:8], ()).stores) == 3
+    kv.staging.end_moves([table], done=True)
     assert sum(block < 0 for block in table) == 3
     kv.validate([table])
 
@@ -85,9 +85,9 @@ def test_a_shared_prefix_is_staged_once_and_found_on_the_host() -> None:
     assert kv.grow(first, len(tokens)) is None
     kv.remember(tokens, first, len(tokens))
     second = kv.match(tokens)
-    kv.begin_moves(first[:6], ())
+    kv.staging.begin_moves(first[:6], ())
     kv.validate([first, second])
-    assert kv.end_moves([first, second], done=True)
+    assert kv.staging.end_moves([first, second], done=True)
     assert first[:6] == second[:6]
     assert max(first[:6]) < 0
     third = kv.admit(len(tokens), tokens)
@@ -97,5 +97,5 @@ def test_a_shared_prefix_is_staged_once_and_found_on_the_host() -> None:
     kv.validate(tables)
     for table in tables:
         kv.free(table)
-    assert kv.find(tokens) == [], "the chain's beginning went with its last user"
+    assert kv.prefixes.find(tokens) == [], "the chain's beginning went with its last user"
     kv.validate([])

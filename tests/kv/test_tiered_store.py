@@ -45,7 +45,7 @@ class Opened:
 
     def turn(self, n: int = 1) -> None:
         for _ in range(n):
-            self.calls.get(timeout=60)()
+            self.calls.get(timeout=240)()
 
     @property
     def cells(self) -> HostCells:
@@ -129,6 +129,21 @@ def test_it_is_bounded(path: Path) -> None:
         assert len(made.store.directory.shelves[Tier.DISK]) == 4
     with opened(path, disk=64) as made:
         assert len(made.store.directory.shelves[Tier.DISK]) == 4, "others are in the file no more"
+
+
+def test_its_size_can_be_changed_while_it_is_used(path: Path) -> None:
+    with opened(path, host=32, disk=12) as made:
+        made.put(chain("a", 10))
+        made.store.resize_disk(4 * CELL_BYTES)
+        made.turn()  # the others have been deleted
+        shelf = made.store.directory.shelves[Tier.DISK]
+        assert (len(shelf), shelf.capacity) == (4, 4 * CELL_BYTES)
+        made.store.resize_disk(100 * CELL_BYTES)
+        assert shelf.capacity == 12 * CELL_BYTES, "the file was made for no more"
+        made.put(chain("b", 8))
+        assert len(shelf) == 12
+    with opened(path, disk=12) as made:
+        assert len(made.store.directory.shelves[Tier.DISK]) == 12
 
 
 def test_keys_that_are_gone_and_scrubbed_models_leave_nothing(path: Path) -> None:

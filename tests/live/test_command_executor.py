@@ -92,7 +92,7 @@ def validate(server: InProcess) -> None:
     for m in state.models.values():
         m.weights.validate()
         m.kv.validate([])
-        assert m.kv.os_backed() == state.pool.ledger.owned(m.kv.owner)
+        assert m.kv.book.backing.os_backed() == state.pool.ledger.owned(m.kv.owner)
         mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.held(m.weights.owner)
         assert m.weights.range.os_backed() == mapped
 

@@ -11,7 +11,7 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import ConfigError, DeviceError, DeviceLost
 from ballast.core.event import FailedOutput, FinishedOutput
-from ballast.core.settings import FleetSettings, KvLayout, ModelSettings
+from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.core.units import KiB, MiB
 from ballast.engine.sizing import GPU_LANE_BYTES
 from ballast.kernels.gpu.batch import GpuBatch
@@ -78,8 +78,8 @@ def test_pinned_memory_is_freed_before_the_streams_that_copied_from_it(
 
 
 @pytest.mark.parametrize(
-    ("preset", "lanes", "impl", "layout"),
-    [("swap", 1, "fused", KvLayout.BLOCK_MAJOR), ("balloon", 2, "generic", KvLayout.PER_LAYER)],
+    ("preset", "lanes", "impl"),
+    [("swap", 1, "fused"), ("balloon", 2, "generic")],
 )
 def test_under_pressure_its_tokens_are_those_of_the_cpu(
     paths: dict[str, Path],  # noqa: F811
@@ -87,7 +87,6 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     preset: str,
     lanes: int,
     impl: str,
-    layout: KvLayout,
 ) -> None:
     requests = [*asked(3), *(replace(r, id=f"{r.id}-warm") for r in asked(2, 0.8))]
     requests.append(
@@ -100,7 +99,7 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
     compute = OnHost()
     pressed = tight(paths, lanes, preset)
     models = tuple(replace(m, model_impl=impl) for m in pressed.models)
-    pressed = replace(pressed, models=models, device=replace(pressed.device, kv_layout=layout))
+    pressed = replace(pressed, models=models)
     with serving(pressed, driver, compute) as server:
         executors = server.device.executors.values()
         kind = GpuFusedModel if impl == "fused" else GpuTransformersModel
@@ -111,7 +110,8 @@ def test_under_pressure_its_tokens_are_those_of_the_cpu(
         report, state = device.snapshot(), device.state
         for m in state.models.values():
             m.kv.validate([])
-            assert m.kv.os_backed() == state.pool.ledger.owned(f"kv:{m.spec.name}") == m.kv.pages
+            owned = state.pool.ledger.owned(f"kv:{m.spec.name}")
+            assert m.kv.book.backing.os_backed() == owned == m.kv.pages
             weights = state.pool.ledger.owned(f"weights:{m.spec.name}")
             assert m.weights.range.os_backed() == weights
         state.arena.validate()

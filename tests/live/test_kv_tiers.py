@@ -52,7 +52,7 @@ def turn(id: str, prompt: tuple[int, ...], tenant: str = "") -> Submission:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what other threads do."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

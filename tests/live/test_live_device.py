@@ -14,7 +14,7 @@ from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.event import CancelledOutput, FailedOutput, Output, TokenOutput
 from ballast.core.report import DeviceReport
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.policy.presets import PRESETS
 from tests.engine.checkpoints import VOCAB, make_llama
@@ -70,18 +70,17 @@ def need(paths: dict[str, Path]) -> int:
     with InProcess(fleet(paths)) as server:
         models = server.device.state.models.values()
         weights = sorted(m.weights.pages for m in models)
-        kv = max(m.kv.most_pages(-(-140 // m.spec.block_tokens)) for m in models)
+        kv = max(m.kv.layout.pages(-(-140 // m.spec.block_tokens)) for m in models)
     return sum(weights[-2:]) + min(4 * kv, weights[0] - 1)
 
 
-def for_one(paths: dict[str, Path], layout: KvLayout = KvLayout.BLOCK_MAJOR) -> FleetSettings:
+def for_one(paths: dict[str, Path]) -> FleetSettings:
     """Model c alone, with pages for the longest request that is asked of it. Requests of several
     are admitted with their prompts and outgrow that before the first ends: some are preempted."""
     settings = fleet({"c": paths["c"]})
-    settings = replace(settings, device=replace(settings.device, kv_layout=layout))
     with InProcess(settings) as server:
         (m,) = server.device.state.models.values()
-        pages = m.weights.pages + m.kv.most_pages(-(-140 // m.spec.block_tokens))
+        pages = m.weights.pages + m.kv.layout.pages(-(-140 // m.spec.block_tokens))
         pages += server.device.state.arena.pages
     device = replace(settings.device, budget_bytes=pages * settings.device.page_bytes)
     return replace(settings, device=device)
@@ -122,12 +121,10 @@ def check(path: Path, requests: list[Submission], answers: dict[str, Answer]) ->
     assert len(set(answers[requests[-1].id].tokens)) > 8
 
 
-@pytest.mark.parametrize("layout", KvLayout)
 @pytest.mark.parametrize("preset", ["swap", "balloon"])
-def test_eviction_changes_no_token(paths: dict[str, Path], preset: str, layout: KvLayout) -> None:
+def test_eviction_changes_no_token(paths: dict[str, Path], preset: str) -> None:
     requests = asked(5)
     settings = fleet(paths, need(paths), preset)
-    settings = replace(settings, device=replace(settings.device, kv_layout=layout))
     answers, report = served(settings, requests)
     assert sum(m.evictions for m in report.models) > 0
     for name, path in paths.items():
@@ -152,10 +149,9 @@ def test_a_context_beyond_the_models_own_is_said_and_the_models_own_counts(
     )
 
 
-@pytest.mark.parametrize("layout", KvLayout)
-def test_preemption_changes_no_token(paths: dict[str, Path], layout: KvLayout) -> None:
+def test_preemption_changes_no_token(paths: dict[str, Path]) -> None:
     requests = asked(5, models=("c",))
-    answers, report = served(for_one(paths, layout), requests)
+    answers, report = served(for_one(paths), requests)
     assert report.models[0].preemptions > 0
     check(paths["c"], requests, answers)
 
@@ -179,7 +175,8 @@ def test_ledger_and_operating_system_agree_after_a_run(paths: dict[str, Path], p
         state = server.device.state
         for m in state.models.values():
             m.kv.validate([])
-            assert m.kv.os_backed() == state.pool.ledger.owned(f"kv:{m.spec.name}") == m.kv.pages
+            owned = state.pool.ledger.owned(f"kv:{m.spec.name}")
+            assert m.kv.book.backing.os_backed() == owned == m.kv.pages
             weights = state.pool.ledger.owned(f"weights:{m.spec.name}")
             assert m.weights.range.os_backed() == weights
         state.arena.validate()

@@ -40,7 +40,8 @@ def reads_of(server: InProcess) -> Iterator[list[int]]:
 
 
 def on_a_link(paths: dict[str, Path]) -> FleetSettings:
-    return replace(fleet(paths, preset="c2cserve"), link=LinkSettings(bytes_per_second=RATE))
+    link = LinkSettings(bytes_per_second=RATE)
+    return replace(fleet(paths, preset="c2cserve"), link=link, options={"promote": 0})
 
 
 def test_a_pass_reads_every_layer_once_at_the_links_pace(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ class Model:
     def stalled(self) -> float:
         return 0.0
 
+    def carried(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 def job(id: int, request: str) -> Job:
     return Job(id, 0, "m", (SequenceWork(request, (1,), 0, [0], None),))

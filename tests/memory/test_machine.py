@@ -234,8 +234,8 @@ class CudaMemory(Memory):
 
 
 TestNull = Memory.TestCase
-TestNull.settings = settings(max_examples=60, stateful_step_count=40)
+TestNull.settings = settings(max_examples=30, stateful_step_count=40)
 TestReal = RealMemory.TestCase
-TestReal.settings = settings(max_examples=25, stateful_step_count=40)
+TestReal.settings = settings(max_examples=12, stateful_step_count=40)
 TestCuda = CudaMemory.TestCase
 TestCuda.settings = settings(max_examples=25, stateful_step_count=40)

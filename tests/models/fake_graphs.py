@@ -220,11 +220,10 @@ class StaticAttention(PlainAttention):
         place = torch.arange(-(-self.most_keys // size))
         # Only its own blocks are sure to be backed; padding has the first block of the first.
         at = torch.where(place * size < keys, first + place, torch.where(keys > 0, first, 0))
-        blocks = batch.tables.long().index_select(0, at.flatten()).view(n, -1)
+        *caches, table = batch.blocks(layer)
+        blocks = table.long().index_select(0, at.flatten()).view(n, -1)
         seen = torch.arange(len(place) * size) < keys
-        k, v = (
-            torch.where(seen[..., None, None], x[blocks].flatten(1, 2), 0) for x in kv.layer(layer)
-        )
+        k, v = (torch.where(seen[..., None, None], x[blocks].flatten(1, 2), 0) for x in caches)
         q = query[:n].reshape(n, kv.kv_heads, group, kv.head_dim)
         scores = torch.einsum("nhgd,nchd->nhgc", q.float(), k.float()) * params.scale
         scores = scores.masked_fill(~seen[:, None, None], -1e30)

@@ -77,7 +77,7 @@ def needed_and_bound(
     )
     estimate = activation_bytes(served.spec, tokens, logits)
     spec = measured(served.host, on_cpu, of_steps(tokens, logits)).spec
-    job = largest_job(tokens, logits)
+    job = [replace(w, blocks=served.table(w.blocks)) for w in largest_job(tokens, logits)]
     served.model.run(job[-1:])
     needed = peak_bytes(lambda: served.model.run(job))
     if served.host.fused:

@@ -13,11 +13,14 @@ import torch
 import transformers
 
 from ballast.core.job import SequenceWork
+from ballast.core.model import uniform_kv
 from ballast.core.request import Sampling
 from ballast.core.settings import ModelSettings
 from ballast.kernels.gpu.batch import GpuAttention, GpuBatch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.layout import Layout
+from ballast.kv.windows import leave
+from ballast.models.encoder import EncoderModel
 from ballast.models.fused.model import FusedModel
 from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
@@ -83,11 +86,13 @@ class Served:
         settings = {"model_impl": "generic", "linear": "plain", **settings}
         asked = ModelSettings(name=path.name, path=str(path), **settings)
         self.host = load_host_model(asked, shard=shard)
+        if attention is not None or ranks is not None:  # as GPUs and ranks keep KV
+            self.host.spec = uniform_kv(self.host.spec)
         self.spec = self.host.spec
         self.layout = Layout.of(self.spec, 65536)
         self.weights = [np.zeros(n, np.uint8) for n in self.spec.segment_bytes]
         # Bytes of 0xFF are NaN: what has not been written must not be read.
-        kv_bytes = self.layout.pages(blocks) * self.layout.page_bytes
+        kv_bytes = self.layout.pages(blocks * self.spec.kv_groups) * self.layout.page_bytes
         self.kv = np.full(kv_bytes + 64, 0xFF, np.uint8)
         base = -(-self.kv.ctypes.data // 64) * 64
         addresses = [w.ctypes.data for w in self.weights]
@@ -106,6 +111,8 @@ class Served:
                 self.model = FusedModel(*where, *size, invariant=invariant)
             else:
                 self.model = ParallelModel(*where, *size, **ranks)
+        elif self.spec.pooling:
+            self.model = EncoderModel(*where)
         else:
             self.model = TransformersModel(*where, invariant=invariant)
         self.fill()
@@ -114,6 +121,11 @@ class Served:
         """What activation does: copy the segments."""
         for array, address in zip(self.weights, self.host.addresses, strict=True):
             ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def table(self, blocks: Sequence[int]) -> list[int]:
+        """Return a block table of a sequence: in place of each of `blocks`, one of each group."""
+        groups = self.spec.kv_groups
+        return [block * groups + group for block in blocks for group in range(groups)]
 
     def logits(self, *work: SequenceWork) -> torch.Tensor:
         return self.model.logits(work).clone()
@@ -127,13 +139,14 @@ class Served:
         done = [0] * len(prompts)
         each = -(-(max(map(len, prompts)) + n) // bt)
         order = np.random.default_rng(0).permutation(each * len(prompts)).tolist()
-        tables = [order[i :: len(prompts)] for i in range(len(prompts))]
+        tables = [self.table(order[i :: len(prompts)]) for i in range(len(prompts))]
         while True:
             work = []
             for i, tokens in enumerate(sequences):
                 if len(tokens) == len(prompts[i]) + n:
                     continue
                 end = min(len(tokens), done[i] + chunk)
+                leave(self.spec, tables[i], done[i])
                 sample = GREEDY if end == len(tokens) else None
                 work.append(SequenceWork(str(i), tokens[done[i] : end], done[i], tables[i], sample))
                 done[i] = end

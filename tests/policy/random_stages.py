@@ -30,7 +30,8 @@ class RandomStages(SwiftCache):
             s = m.staging
             if s is not None and m.running and self.rng.random() < 0.5:
                 blocks = self.rng.randint(0, s.staged + s.home)
-                actions.append(Stage(m.name, blocks, "at random"))
+                order = self.rng.sample([r.id for r in m.running], len(m.running))
+                actions.append(Stage(m.name, blocks, "at random", tuple(order)))
         wake = view.now + self.every if self.every else decision.wake_at
         return replace(decision, actions=tuple(actions), wake_at=wake)
 

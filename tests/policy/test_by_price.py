@@ -9,14 +9,12 @@ import pytest
 
 from ballast.core.actions import DropCache
 from ballast.core.cost import StepCosts
-from ballast.core.rotation import WHOLE
 from ballast.core.view import DeviceView, ModelView, Shortage
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.market.cover import cover
 from ballast.policy.market.offers import younger_requests
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.balloon import Balloon
-from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.layer_offers import LayerOffers
 from ballast.policy.presets import PRESETS, option_names, resolve
 from tests.policy.worlds import device, kind, layered, model, request
@@ -164,19 +162,3 @@ def test_what_slows_a_batch_is_paid_for_each_of_its_requests() -> None:
 
 def _layers_of_m(view: DeviceView, claim: Claim) -> Iterable[Offer]:
     return LayerOffers(frozenset(("claimer", "m")), (), cap=False).of_active(view, claim)
-
-
-def test_swapping_kv_costs_more_the_more_requests_wait_for_the_copies() -> None:
-    """Also where no step is longer for it: the batch stands still while its KV goes to the host."""
-    m = replace(
-        model("m", kv=80, running=(request(2, pages=4),)),
-        spec=replace(model("m").spec, n_layers=8),
-        kv_rotation=WHOLE,
-        kv_layer_pages=10,
-        decode_seconds=1.0,
-    )
-    crowd = replace(m, running=(*m.running, request(3, pages=4)))
-    views = [device(CLAIMER, x, free=0) for x in (m, crowd)]
-    one, two = (next(iter(KvSwap().layers(v)(v, claim(10)))).price() for v in views)
-    assert one > 0
-    assert two == pytest.approx(2 * one, rel=0.01)

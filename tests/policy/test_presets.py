@@ -31,7 +31,7 @@ from ballast.policy.presets import (
     shared_options,
 )
 from ballast.policy.requirements import Requirements
-from tests.policy.worlds import device, kind, model, request
+from tests.policy.worlds import device, in_parts, kind, model, request
 
 ABSENT = Residency.ABSENT
 
@@ -377,7 +377,7 @@ def test_a_turn_of_no_time_still_admits_what_waits_when_it_begins() -> None:
 
 def test_swap_lets_a_turn_run_its_quantum_then_ends_what_runs() -> None:
     a = model("a", running=(request(1),), waiting=(request(2),))
-    b = model("b", ABSENT, waiting=(request(3),))
+    b = model("b", ABSENT, waiting=(request(3, arrival=5.0),))
     early = WholeModels(quantum=1.0)(device(a, b, free=0, now=10.0), ModelTurn("a", 9.5))
     assert early.actions == ()
     assert early.wake_at == pytest.approx(10.5)
@@ -386,6 +386,26 @@ def test_swap_lets_a_turn_run_its_quantum_then_ends_what_runs() -> None:
     drained = model("a", waiting=(request(2),), held=True)
     go = WholeModels(quantum=1.0)(device(drained, b, free=0, now=10.7), ModelTurn("a", 9.5))
     assert kinds(go.actions) == ["Hold", "Evict", "Activate"]
+
+
+def test_swap_ends_a_turn_between_tokens_for_a_model_that_owes_a_first_token() -> None:
+    """Though a request that came just now is the first of its queue. KV stays."""
+    a = in_parts(model("a", pages=40, kv=1, running=(request(1),)), 10, 10, 10, 10)
+    waiting = request(4, arrival=9.9), request(3, arrival=0.5)
+    b, c = model("b", ABSENT, waiting=waiting), model("c", ABSENT, waiting=(request(2),))
+    policy, turn = WholeModels(quantum=1.0), ModelTurn("a", 9.0)
+    begun = replace(c, waiting=(request(2, generated=1)._replace(last=9.0),))
+    early = policy(device(a, b, begun, free=0, now=10.4), turn)
+    assert [(type(x), getattr(x, "held", None)) for x in early.actions] == [(Hold, True)]
+    assert early.wake_at == pytest.approx(10.5)
+    late = policy(device(a, b, begun, free=0, now=10.6), turn)
+    assert [(kind(x), x.model) for x in late.actions if isinstance(x, Reside)] == [
+        ("Evict", "a"),
+        ("Activate", "b"),  # though requests of c are older
+    ]
+    (evict,) = (x for x in late.actions if kind(x) == "Evict")
+    assert isinstance(evict, Reside)
+    assert evict.plan.device_pages > 0, "a part stays, and its KV with it"
 
 
 def test_swap_tries_again_when_the_activation_was_refused() -> None:
@@ -418,7 +438,8 @@ NAMES = [f"{preset}{order}" for preset in PRESETS for order in ("", *(f"+{o}" fo
 
 
 def test_an_option_has_one_default_in_all_presets() -> None:
-    """What presets are compared with unless a setting says otherwise is alike."""
+    """What presets are compared with unless a setting says otherwise is alike, in all policies of a
+    preset that have it."""
     defaults: dict[str, set[float]] = {}
     for name in NAMES:
         chosen = resolve(name)
@@ -427,8 +448,8 @@ def test_an_option_has_one_default_in_all_presets() -> None:
             owners: list[object] = [p for p in parts if hasattr(p, option)]
             if option in chosen.fleet.options:
                 owners.append(chosen.fleet)
-            assert len(owners) == 1, f"{name}: {option} is not one policy's own"
-            defaults.setdefault(option, set()).add(getattr(owners[0], option))
+            assert owners, f"{name}: {option} is no policy's own"
+            defaults.setdefault(option, set()).update(getattr(owner, option) for owner in owners)
     assert {name: of for name, of in defaults.items() if len(of) > 1} == {}
     assert {"pooled", "temporal", "quantum", "preemptive"} <= set(option_names("recompute"))
 
@@ -509,7 +530,7 @@ def test_actions_carry_reasons() -> None:
 
 
 def test_what_a_device_cannot_do_is_refused_with_the_reason() -> None:
-    for name, why in (("mirage", "must rotate"), ("kvswap", "layer by layer")):
+    for name, why in (("mirage", "must rotate"), ("kvswap", "must be staged")):
         ranks = DeviceSettings(name="cpu:1", budget_bytes=2**20, tensor_parallel=2)
         one = DeviceSettings(budget_bytes=2**20)
         fleet = FleetSettings(models=(), device=one, preset=name)
@@ -527,8 +548,8 @@ def test_a_preset_names_its_fleet_policy_and_a_fleet_may_name_another() -> None:
     for name in PRESETS:
         chosen = resolve(name)
         assert chosen.fleet is PLACEMENTS[chosen.placement]
-        wanted = {"prism": "kvpr", "c2cserve": "link", "swiftcache": "swiftcache"}.get(name, "work")
-        assert chosen.placement == wanted, "by weights alone where no work is expected"
+        own = {"prism": "kvpr", "c2cserve": "link", "swiftcache": "swiftcache", "ballast": "price"}
+        assert chosen.placement == own.get(name, "work"), "by weights where no work is expected"
         fleet = FleetSettings(models=(), device=DeviceSettings(budget_bytes=2**20), preset=name)
         assert preset_of(fleet).fleet == chosen.fleet
         for other, policy in PLACEMENTS.items():
@@ -555,19 +576,21 @@ def test_models_cannot_follow_the_load_to_devices_of_several_ranks() -> None:
                 preset_of(fleet)
         else:
             assert preset_of(fleet).placement == placement
+    fleet = FleetSettings(models=(), device=one, others=(ranks,), preset="ballast")
+    assert preset_of(fleet).placement == "work", "the preset's own one gives way"
 
 
 def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
     rooms = [Room("x", 100), Room("y", 100)]
     busy, quiet = Need("busy", 10, 10, {"": 1.2}), Need("quiet", 10, 10)
     for placement, policy in PLACEMENTS.items():
-        by_work = placement in ("work", "both", "swiftcache")
+        by_work = placement in ("work", "both", "swiftcache", "price")
         everywhere = placement == "link"
         assert len(policy.place([busy, quiet], rooms)["busy"]) == (
             2 if by_work or everywhere else 1
         )
         assert policy.replicates == (by_work or policy.moves or everywhere)
         assert policy.place([quiet], rooms) == {"quiet": ["x", "y"] if everywhere else ["x"]}
-        assert policy.moves == (placement in ("follow", "both", "kvpr"))
+        assert policy.moves == (placement in ("follow", "both", "kvpr", "price"))
     decision = PLACEMENTS["weights"](FleetView(0.0, (), ()), "memo")
     assert decision == FleetDecision(memo="memo"), "it wishes never to be asked"

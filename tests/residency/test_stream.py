@@ -483,16 +483,3 @@ def test_a_driver_that_breaks_the_order_is_told() -> None:
     stream.begin_pass()
     with pytest.raises(BrokenPromise, match="kv: an earlier pass is not finished"):
         stream.begin_pass()
-
-
-def test_moves_are_of_layers_that_are_home() -> None:
-    stream = LayerStream()
-    kv = stream.add("kv", written=True)
-    copies = stream.move(kv, (1, 3), Direction.TO_HOST)
-    assert [(c.layer, c.slot, c.after) for c in copies] == [(1, HOME, ()), (3, HOME, ())]
-    assert stream.open
-    stream.failed(copies[0], "the host is full")
-    stream.landed(copies[1])
-    assert (stream.open, stream.failure) == (False, "the host is full")
-    stream.begin_pass()
-    assert stream.failure is None

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-DEADLINE = 60.0
+DEADLINE = 240.0
 """Seconds in which a page shows what it should, on the slowest machine that may run it."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 """Path of the browser; None: there is none on this machine."""
@@ -71,9 +71,9 @@ class Browser:
         self._call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        code = {"Enter": 13, "Tab": 9, " ": 32}[key]
+        code = {"Enter": 13, "Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}[key]
         event: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code}
-        if key != "Tab":
+        if key in ("Enter", " "):
             event["text"] = "\r" if key == "Enter" else key
         self._call("Input.dispatchKeyEvent", type="keyDown", **event)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)

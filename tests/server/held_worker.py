@@ -16,16 +16,20 @@ from ballast.core.job import SequenceWork
 
 FILE = "BALLAST_TEST_HELD"
 """Variable of the environment: the file's path."""
+DEPARTS = ".departs"
+"""Suffix of another file, made while jobs are held by a worker that a request is to depart from."""
 FAR = 40
 """Position from which on a request is held."""
 
 Run = Callable[[Sequence[SequenceWork]], list[JobResult]]
 
 
-def held(run: Run, file: Path) -> Run:
+def held(run: Run, file: Path, device: Any) -> Run:
     def wait_and_run(work: Sequence[SequenceWork]) -> list[JobResult]:
         while file.exists() and any(w.end > FAR for w in work):
             time.sleep(0.002)
+            if device.state.migration.departing:
+                file.with_suffix(DEPARTS).touch()
         return run(work)
 
     return wait_and_run
@@ -39,19 +43,19 @@ def held_device(*given: Any) -> Any:
 
     def held_executors(*of: Any) -> Any:
         executors = make(*of)
-        hold(executors, file)
+        hold(executors, file, device)
         return executors
 
     device.executors_of = held_executors
     for executors in device.executors.values():
-        hold(executors, file)
+        hold(executors, file, device)
     return device
 
 
-def hold(executors: Iterable[Any], file: Path) -> None:
+def hold(executors: Iterable[Any], file: Path, device: Any) -> None:
     """Have executors, of which lanes may share some, hold their jobs while `file` is there."""
     for executor in {id(e): e for e in executors}.values():
-        executor.run = held(executor.run, file)
+        executor.run = held(executor.run, file, device)
 
 
 if __name__ == "__main__":

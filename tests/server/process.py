@@ -1,9 +1,7 @@
-"""A server in a process of its own, as an operator would run it. Run as a script, it is one."""
+"""A server in a process of its own, as an operator would run it, and clients for it."""
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import re
 import signal
@@ -13,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,12 +19,11 @@ from openai import AsyncOpenAI, OpenAI
 
 from ballast.bench.server_process import child_called, children_of
 from ballast.cluster.worker.process_names import SERVING
+from tests.server import served
+from tests.server.held_worker import DEPARTS
 
 DEADLINE = 240.0
 """Seconds after which a test gives up, on the slowest machine that may run it."""
-
-
-HELD_WORKER = "held_worker.py"
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -50,9 +46,9 @@ class ServerProcess:
     """A running server, its output, and clients for it."""
 
     def __init__(self, fleet_file: Path, *options: str) -> None:
-        self._held = held_file(fleet_file)
+        self._held = served.held_file(fleet_file)
         self._process = subprocess.Popen(
-            (sys.executable, __file__, str(fleet_file), *options),
+            (sys.executable, served.__file__, str(fleet_file), *options),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -121,6 +117,11 @@ class ServerProcess:
             yield
         finally:
             self._held.unlink()
+            self._held.with_suffix(DEPARTS).unlink(missing_ok=True)
+
+    def until_one_departs(self) -> None:
+        """Returns when a device with a held job knows that a request leaves it for another."""
+        until(self._held.with_suffix(DEPARTS).exists)
 
     def wait(self) -> int:
         """The exit code."""
@@ -143,11 +144,6 @@ class ServerProcess:
         return "".join(self.lines)
 
 
-def held_file(fleet_file: Path) -> Path:
-    """While it is there, workers of real models hold their jobs."""
-    return fleet_file.with_suffix(".held")
-
-
 @contextmanager
 def server(fleet_file: Path, *options: str) -> Iterator[ServerProcess]:
     """A server that is gone at the end, however the test ended."""
@@ -156,45 +152,3 @@ def server(fleet_file: Path, *options: str) -> Iterator[ServerProcess]:
         yield running
     finally:
         running.close()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("fleet", type=Path)
-    parser.add_argument("--echo", action="store_true", help="a device that repeats the prompt")
-    parser.add_argument("--h11", action="store_true", help="as where httptools is missing")
-    parser.add_argument("--spare", action="store_true", help="a spare worker, as by default")
-    parser.add_argument("--ping", type=float, help="seconds of silence before a ping")
-    parser.add_argument("--drain", type=float, default=30.0)
-    parser.add_argument("--changes", type=Path, help="where they are kept")
-    arguments = parser.parse_args()
-    if arguments.h11:
-        sys.modules["uvicorn.protocols.http.httptools_impl"] = None  # type: ignore[assignment]
-    logging.basicConfig(level=logging.WARNING)
-
-    from ballast.core.settings import FleetSettings
-    from ballast.fleet.fleet_source import FleetSource
-    from ballast.policy.presets import PRESETS
-    from ballast.server.serve import serve
-
-    def adjust(fleet: FleetSettings) -> FleetSettings:
-        settings = replace(
-            fleet.server, drain_seconds=arguments.drain, spare_worker=arguments.spare
-        )  # most tests need no spare, and its libraries cost processor time
-        if arguments.ping is not None:
-            settings = replace(settings, ping_seconds=arguments.ping)
-        return replace(fleet, server=settings)
-
-    here = Path(__file__).parent
-    worker = here.parent / "cluster" / "fake_device.py" if arguments.echo else here / HELD_WORKER
-    os.environ["BALLAST_TEST_HELD"] = str(held_file(arguments.fleet))
-    return serve(
-        FleetSource(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
-        port=0,
-        worker_command=(sys.executable, str(worker)),
-        own_process=True,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

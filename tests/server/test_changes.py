@@ -134,7 +134,7 @@ def test_where_operators_put_models_survives_a_kill_unless_the_policy_moves_them
         assert moved(first, "withdraw", OTHER, "cpu:0") == 200
         assert moved(first, "withdraw", OTHER, "cpu:1") == 409
         assert moved(first, "place", MODEL, other) == 200
-        edit(file, "preset: balloon", "preset: swap")
+        edit(file, "preset: ballast", "preset: swap")
         reload(first, lambda: "preset counts at a restart" in first.output)
         assert "counts once" not in first.output
         first.signal(signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         assert running.http.post("/v1/completions", json=body, headers=headers).is_success
 
         edit(file, "  - {name: late, path: late}", "")
-        edit(file, "preset: balloon", "preset: static")
+        edit(file, "preset: ballast", "preset: static")
         edit(file, f"path: {OTHER}", f"path: {OTHER}\n    block_tokens: 8\n    pinned: true")
         reload(running, lambda: "preset counts at a restart" in running.output)
         assert "late" not in models(running)

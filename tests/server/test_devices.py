@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,8 +115,7 @@ def test_streams_take_their_kv_along(real: ServerProcess, two: ServerProcess) ->
 
     def drain() -> None:
         draining.start()
-        until(lambda: any(m["name"] == "wren-mini" and m["kv_pages"] for m in here()["models"]))
-        time.sleep(1.0)  # what the source is told then takes it a moment to hear
+        two.until_one_departs()
 
     streams = [[Stream("wren-mini", *kind) for kind in KINDS] for _ in range(2)]
     expected = asyncio.run(streamed_amid(real, streams[0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.server.process import ServerProcess, server, until
+from tests.server.process import ServerProcess, server
 from tests.server.test_crash import KINDS, MODELS, TOKENS, Stream, streamed_amid
 from tests.server.test_devices import ADMIN
 
@@ -43,16 +42,11 @@ def test_requests_decode_where_they_did_not_prefill(
     def streams() -> list[Stream]:
         return [Stream(model, *kind) for model in MODELS for kind in KINDS]
 
-    def until_kv_is_there() -> None:
-        """Of the model whose job is held. The source then hears a moment later that it departs."""
-        until(lambda: any(m["kv_pages"] for m in devices(apart)[1]["models"]))
-        time.sleep(1.0)
-
     prefills, decodes = devices(apart)
     for device in (prefills, decodes):
         assert [m["name"] for m in device["models"]] == list(MODELS)
     expected = asyncio.run(streamed_amid(real, streams()))
-    assert asyncio.run(streamed_amid(apart, streams(), until_kv_is_there)) == expected
+    assert asyncio.run(streamed_amid(apart, streams(), apart.until_one_departs)) == expected
     assert all(len(tokens) == TOKENS for tokens in expected)
     prefills, decodes = devices(apart)
     assert prefills["moved_in"] == 0

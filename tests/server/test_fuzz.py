@@ -33,7 +33,7 @@ SEED = int(os.environ.get("BALLAST_FUZZ_SEED", "1"))
 MODELS = ["atlas-chat", "wren-mini"]
 BODIES, STRAYS, REAL = 9_000, 1_000, 250
 """Requests: to routes that take a body, anywhere, and of the first kind to real models."""
-BY_SCHEMA = {True: 40, False: 8}
+BY_SCHEMA = {True: 20, False: 6}
 """Requests for each operation that takes a body, or takes none."""
 LONGEST = 2
 """Most items of a list that is made by a schema without a bound."""
@@ -102,6 +102,14 @@ RESPONSES: dict[str, Any] = {
     "metadata": {"k": "v"},
     "store": False,
     "previous_response_id": None,
+}
+SIMULATION: dict[str, Any] = {
+    "devices": "2xH100-80G",
+    "presets": "balloon",
+    "workload": "poisson",
+    "rate": 1.0,
+    "seconds": 60.0,
+    "seed": 1,
 }
 LEVELS: dict[str, Any] = {
     "slo": {"ttft": 1.0, "tpot": 0.1},
@@ -266,6 +274,8 @@ def test_ten_thousand_odd_requests_are_answered_and_none_hurts(own: ServerProces
         "POST /admin/devices/cpu:0/lend": {"to": "cpu:1", "memory": "1MiB"},
         "POST /admin/devices/cpu:0/recall": {"to": "cpu:1", "memory": "1MiB", "seconds": 1.0},
         "POST /admin/devices/cpu:0/release": {"to": "cpu:1"},
+        "POST /admin/simulate": SIMULATION,
+        "POST /admin/plan": {**SIMULATION, "devices": "H100-80G", "target": 0.9},
     }
     takes_body = {
         f"{method.upper()} {path}".replace("devices/{name}", "devices/cpu:0").replace(

@@ -123,6 +123,7 @@ def test_a_request_that_kills_workers_fails(own: ServerProcess) -> None:
     assert poison.json()["error"]["code"] == "poison"
     assert own.http.post("/v1/completions", json=body(False, seed=0)).status_code == 200
     own.signal()
+    until(lambda: own.http.get("/health").status_code == 503)  # two at once may be one
     own.signal()
     held.join()
     assert "error" not in held.lines[0]
@@ -132,8 +133,14 @@ def test_a_request_that_kills_workers_fails(own: ServerProcess) -> None:
 # -- servers told to stop -----------------------------------------------------------------------
 
 
-def test_an_idle_server_stops_with_code_0(own: ServerProcess) -> None:
+def test_an_idle_server_restarts_in_its_process_and_stops_with_code_0(own: ServerProcess) -> None:
+    """It has taken any port, and keeps it."""
     assert own.http.get("/health").json()["status"] == "ok"
+    worker = own.worker_pid
+    own.signal(signal.SIGUSR2)
+    until(lambda: sum(f" at {own.url}" in line for line in own.lines) == 2)
+    assert not Path(f"/proc/{worker}").exists()
+    assert httpx.get(f"{own.base}/health", timeout=DEADLINE).json()["status"] == "ok"
     worker = own.worker_pid
     own.signal(signal.SIGINT)
     assert own.wait() == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from ballast.bench.server_process import ENDED
 from tests.server.process import DEADLINE, ServerProcess, error_line, until
 from tests.server.test_api import MODEL
 
@@ -17,19 +20,18 @@ BALLAST = (sys.executable, "-c", "from ballast.cli import main; main()")
 ASKED: dict[str, Any] = {"model": MODEL, "prompt": "A ship", "max_tokens": 400, "seed": 4}
 
 
-def free_port() -> int:
-    from ballast.server.http.address import bound
-
-    with bound("127.0.0.1", 0) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+def port_of(pid: int) -> int | None:
+    """The port at which a process listens: one that can write nothing does not say it."""
+    files = set[str]()
+    with contextlib.suppress(*ENDED):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(*ENDED):
+                files.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == "0A" and f"socket:[{rest[5]}]" in files:
+            return int(local.rpartition(":")[2], 16)
+    return None
 
 
 def whole(client: httpx.Client) -> Any:
@@ -45,16 +47,17 @@ def test_a_server_that_can_write_nothing_serves_beside_another(
 
     It shares the machine with a server of the same fleet; killed, it takes nothing with it.
     """
-    port = free_port()
-    options = ("--port", str(port), "--story", "/dev/full", "--log-level", "debug")
+    options = ("--port", "0", "--story", "/dev/full", "--log-level", "debug")
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(
             (*BALLAST, "serve", str(fleet_file), *options), stdout=full, stderr=full
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as client:
-            until(lambda: answers(client) or process.poll() is not None)
-            assert process.poll() is None, f"it ended with {process.returncode}"
+        until(lambda: port_of(process.pid) is not None or process.poll() is not None)
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        base = f"http://127.0.0.1:{port_of(process.pid)}"
+        with httpx.Client(base_url=base, timeout=DEADLINE) as client:
+            until(lambda: client.get("/health").status_code == 200)
             alone = whole(client)
             for _ in range(20):  # enough lines to fill every buffer
                 assert client.post("/v1/completions", json={"model": "no"}).status_code == 400

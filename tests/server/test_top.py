@@ -61,7 +61,7 @@ def test_a_list_of_what_a_server_serves(echo: ServerProcess) -> None:
     for name in ("atlas-chat", "wren-mini", "✗ mute is not served"):
         assert name in result.stdout
     result = CliRunner().invoke(app, ["ps", "--url", echo.base, "--json"])
-    assert json.loads(result.stdout)["preset"] == "balloon"
+    assert json.loads(result.stdout)["preset"] == "ballast"
     gone = CliRunner().invoke(app, ["ps", "--url", "http://127.0.0.1:9"])
     assert gone.exit_code == 1
     assert gone.stderr.startswith("ballast: http://127.0.0.1:9: the server cannot be reached")
@@ -69,7 +69,7 @@ def test_a_list_of_what_a_server_serves(echo: ServerProcess) -> None:
 
 def test_one_reading_as_json(echo: ServerProcess) -> None:
     result = top("--url", echo.base, "--once", "--json")
-    assert json.loads(result.stdout)["preset"] == "balloon"
+    assert json.loads(result.stdout)["preset"] == "ballast"
     assert result.stdout.count("\n") == 1
 
 

@@ -48,6 +48,7 @@ LATER = {
     "segments": 0.0,
     "steps": 0.0,
     "decode_share": 0.5,
+    "promote": 0.0,
 }
 """Options that are younger than the first stories, as they were before they were options."""
 
@@ -123,7 +124,11 @@ def deep(seed: int, preset: str, lanes: int) -> World:
 
 def swapping(seed: int, preset: str, lanes: int) -> World:
     """One model of eight layers, and requests that lack pages."""
-    return fleet(preset, [test_kvswap.SPEC], 110), [test_kvswap.SPEC], test_kvswap.ARRIVALS[:40]
+    return (
+        fleet(preset, [test_kvswap.SPEC], test_kvswap.PAGES),
+        [test_kvswap.SPEC],
+        test_kvswap.ARRIVALS[:40],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,8 @@ class Played:
         )
         for made in (*random_ones, *self.given):
             files = {name: StoryFile(path, name) for name in NAMES}
+            options = {**shared_options(made.preset, LATER), **dict(made.options)}
+            made = replace(made, options=tuple(options.items()))
             Run(made, {name: file.write for name, file in files.items()})()
             for file in files.values():
                 file.close()
@@ -203,7 +210,7 @@ CASES: dict[str, Case | Lending | Played] = {
     "mirage-rr-2": Case("mirage", layered, (3, 9, 12), lanes=2),
     "kvswap-pooled": Case("kvswap", swapping, (1,), link=FAST),
     "kvswap-shares": Case("kvswap", swapping, (1,), options={"pooled": 0}, link=FAST),
-    "kvswap-dirty": Case("kvswap", swapping, (1,), options={"dirty": 1, "cap": 0}, link=1e7),
+    "kvswap-uncapped": Case("kvswap", swapping, (1,), options={"cap": 0}, link=1e7),
     "kvswap-slow": Case("kvswap", deep, (8,), link=LINK),
     "kvswap-turns": Case("kvswap", deep, (9,), options=TURNS, link=LINK * 100),
     "kvswap-deadline": Case("kvswap+deadline", deep, (10,), options=PREEMPTIVE, link=LINK * 100),

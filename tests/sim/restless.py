@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ballast.core.actions import Action, Decision, Reside
+from ballast.core.actions import Action, Decision, Stage
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import FleetSettings
-from ballast.core.view import DeviceView, ModelView, Residency
+from ballast.core.view import DeviceView, Residency
 from ballast.policy import presets
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.plans import remap
@@ -33,11 +33,11 @@ class Restless(MemoryPolicy):
     every: float = 0.05
     """Most seconds until it changes its mind."""
     kv: float = 0
-    """Whether KV of random layers is swapped as well."""
+    """Whether random numbers of KV blocks are staged as well."""
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(rotation=True, kv_swapping=bool(self.kv))
+        return Requirements(rotation=True, kv_staging=bool(self.kv))
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         inner, asked = memo if isinstance(memo, tuple) else (None, 0)
@@ -46,19 +46,15 @@ class Restless(MemoryPolicy):
         rng = random.Random(repr((asked, result)))
         there = [m for m in view.models if m.residency is Residency.RESIDENT and m.rotatable]
         changes: list[Action] = []
-        turned: Reside | None = None
         if there and rng.random() < 0.5:
             m = rng.choice(there)
-            turned = remap(m, self._rotation(m.rotatable, rng), "restless")
-            changes = [turned]
-        swappable = [m for m in there if m.kv_rotation is not None and not m.kv_swapping]
-        if swappable and rng.random() < 0.5:
-            m = rng.choice(swappable)
-            plan = m.plan
-            if turned is not None and turned.model == m.name:  # both at once, in its place
-                plan, changes = turned.plan, []
-            plan = replace(plan, kv=self._nested(m, rng))
-            changes.append(Reside(m.name, plan, "restless"))
+            changes = [remap(m, self._rotation(m.rotatable, rng), "restless")]
+        staging = [m for m in there if self.kv and m.staging is not None and m.running]
+        if staging and rng.random() < 0.5:
+            m = rng.choice(staging)
+            assert m.staging is not None
+            blocks = rng.randint(0, m.staging.staged + m.staging.home)
+            changes.append(Stage(m.name, blocks, "restless"))
         soon = view.now + rng.random() * self.every
         return replace(
             decision,
@@ -73,14 +69,6 @@ class Restless(MemoryPolicy):
         layers = tuple(sorted(rng.sample(among, n)))
         return Rotation(layers, rng.randint(1, min(3, n - 1))) if n > 1 else WHOLE
 
-    @classmethod
-    def _nested(cls, m: ModelView, rng: random.Random) -> Rotation:
-        """A rotation of KV that contains the present one, or is contained in it."""
-        now = m.kv_rotation
-        if not now or now == WHOLE:
-            return cls._rotation(range(m.spec.n_layers), rng)
-        return cls._rotation(now.layers, rng)
-
 
 def register(patch: pytest.MonkeyPatch) -> None:
     """It is one of the presets."""
@@ -92,10 +80,6 @@ def restless_world(
 ) -> tuple[FleetSettings, list[ModelSpec], list[Submission]]:
     """A random world under it; `kv`: in which KV streams as well."""
     fleet, specs, requests = layered_world(seed, NAME, lanes)
-    if kv:  # a layer's part of a slab has a page of its own
-        more = 40 * max(s.n_layers for s in specs) * fleet.device.page_bytes
-        device = replace(fleet.device, budget_bytes=fleet.device.budget_bytes + more)
-        fleet = replace(fleet, device=device)
     options = {"base": float(seed % len(BASES)), "kv": float(kv)}
     return replace(fleet, options=options), specs, requests
 

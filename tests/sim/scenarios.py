@@ -270,7 +270,7 @@ OPTIONS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
     "kvswap": (
         (),
         (("cap", 0.0),),
-        (("cap", 0.0), ("dirty", 1.0), ("pooled", 0.0)),
+        (("cap", 0.0), ("pooled", 0.0)),
         (*TURNS, ("cap", 0.0)),
         (*TURNS, ("preemptive", 1.0)),
     ),
@@ -299,8 +299,8 @@ def scenario(
     ]
     if memory not in PLACES and sum(m.pinned for m in models) > 2:
         models = [replace(m, pinned=False) for m in models]
-    lanes = 1 if memory == "kvswap" else c.pick((1, 1, 2, 3, 4))
-    peer = 0 if memory == "kvswap" else c.pick((0, 0, 0, 60))
+    lanes = c.pick((1, 1, 2, 3, 4))
+    peer = c.pick((0, 0, 0, 60))
     acts = _siege(c) if c.pick((False, True)) else []
     acts += c.many(lambda c: _act(c, bool(peer)), 1, 10)
     return Scenario(

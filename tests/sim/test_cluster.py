@@ -290,7 +290,10 @@ def test_devices_lend_what_a_file_orders(tmp_path: Path) -> None:
         (ORDERS.replace("lender = 0", "lender = 1"), "two devices of one host"),
         (ORDERS.replace("lender = 0", "lender = 7"), "numbered from 0 to 1"),
         (ORDERS.replace('lend = "256MiB"', 'lend = "4KiB"'), "a page or more"),
-        (ORDERS.replace('recall = "all"', ""), "one of `lend` and `recall`"),
+        (ORDERS.replace('recall = "all"', ""), "one of lend, recall, drain"),
+        (ORDERS.replace('recall = "all"', "drain = 0\nuncordon = 0"), "one of lend, recall, drain"),
+        ("[[orders]]\nat = 1\nplace = 0", "with model"),
+        ('[[orders]]\nat = 1\nmodel = "m7"\nplace = 0', "m7"),
         (ORDERS.replace("at = 3.0", "at = -3.0"), "at"),
     ],
 )
@@ -299,8 +302,76 @@ def test_faults_in_orders_are_named(tmp_path: Path, orders: str, says: str) -> N
         lent(tmp_path, orders)
 
 
+def test_an_operator_drains_a_device_and_gives_it_back(tmp_path: Path) -> None:
+    links, orders, homes = (tmp_path / name for name in ("l.toml", "o.toml", "h.toml"))
+    links.write_text('per_host = 2\npeers = "pcie"\n')
+    orders.write_text("[[orders]]\nat = 2.0\ndrain = 0\n[[orders]]\nat = 4.0\nuncordon = 0\n")
+    homes.write_text("[homes]\nm0 = [0]\nm1 = [1]\n")
+    tokens: Counter[str] = Counter()
+    ends: list[tuple[str, float, Output]] = []
+    done: list[tuple[float, str, str | None]] = []
+
+    def received(device: str, at: float, output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            assert output.index == tokens[output.request_id], "in order, none twice"
+            tokens[output.request_id] += 1
+        else:
+            ends.append((device, at, output))
+
+    cluster = Cluster(
+        parse_kinds("2xH100-80G"),
+        [spec("m0"), spec("m1")],
+        resolve("balloon"),
+        received,
+        on_move=lambda at, order, refused: done.append((at, type(order).__name__, refused)),
+        files=read_cluster_files(links, str(homes), orders),
+    )
+    asked = [replace(s, max_tokens=s.max_tokens + 100) for s in arrivals(["m0", "m1"], 120)]
+    cluster.run(asked)
+    assert done == [(2.0, "Drain", None), (4.0, "Uncordon", None)]
+    assert all(isinstance(output, FinishedOutput) for _, _, output in ends)
+    assert {s.id: s.max_tokens for s in asked} == tokens
+    first, second = cluster.devices
+    late = {device for device, at, _ in ends if 3.0 < at < 4.0}
+    assert late == {second}, "all of the first device's requests have moved"
+    assert cluster.controller.moved > 0, "running ones with their KV"
+    assert cluster.controller.homes() == {"m0": (first, second), "m1": (second,)}
+    assert {device for device, at, _ in ends if at > 4.0} == {first, second}
+    for device in cluster.devices.values():
+        device.state.pool.validate()
+
+
 def test_devices_of_different_hosts_do_not_lend(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two devices of one host"):
         lent(tmp_path, ORDERS, per_host=1)
     with pytest.raises(ConfigError, match="pages of one size"):
         lent(tmp_path, ORDERS.replace('"L4:1"', "1"), "H100-80G:tp2,L4", per_host=3)
+
+
+def test_a_model_that_comes_to_another_host_crosses_the_network(tmp_path: Path) -> None:
+    orders, homes = (tmp_path / name for name in ("o.toml", "h.toml"))
+    orders.write_text("[[orders]]\nat = 1.0\ndrain = 0\n")
+    homes.write_text("[homes]\nm0 = [0]\nm1 = [1]\n")
+    asked = arrivals(["m0", "m1"], 120)
+    model = {s.id: s.model for s in asked}
+    n_bytes = sum(spec("m0").segment_bytes)
+
+    def first(seconds: float) -> float:
+        """When the other device answers its first request of the model."""
+        found: list[float] = []
+
+        def received(device: str, at: float, output: Output) -> None:
+            if device.endswith(":1") and model[output.request_id] == "m0":
+                found.append(at)
+
+        files = read_cluster_files(None, str(homes), orders)
+        network = None if not seconds else n_bytes / seconds
+        files = replace(files, joints=replace(files.joints, network=network))
+        kinds = parse_kinds("2xH100-80G")
+        cluster = Cluster(
+            kinds, [spec("m0"), spec("m1")], resolve("balloon"), received, files=files
+        )
+        cluster.run(asked)
+        return min(found)
+
+    assert 1.0 < first(0.0) < 2.0 <= first(1.0)

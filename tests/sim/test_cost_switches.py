@@ -110,7 +110,7 @@ def test_leaps_change_nothing_where_devices_share_a_link() -> None:
                 lambda at, output, i=i: result[i].append((at, output)),  # type: ignore[misc]
                 leaps=leaps,
                 world=place.host.world,
-                path=place.path,
+                route=place.route,
             )
             for request in requests:
                 device.submit(request)

@@ -11,7 +11,6 @@ import pytest
 
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.fleet import (
-    FleetAction,
     FleetDecision,
     FleetView,
     Need,
@@ -20,6 +19,7 @@ from ballast.core.fleet import (
     Withdraw,
 )
 from ballast.core.link import LinkRates
+from ballast.core.order import Order
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
@@ -205,7 +205,7 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
     devices = {name: device(settings, list(on), said_by(name)) for name, on in HOMES}
     moved: list[str] = []
 
-    def on_move(at: float, action: FleetAction, refused: str | None) -> None:
+    def on_move(at: float, action: Order, refused: str | None) -> None:
         moved.append("refused" if refused else type(action).__name__)
 
     book = FleetStart(

@@ -37,7 +37,14 @@ def burst(model: str, n: int, at: float) -> list[Submission]:
 class Run:
     """`devices` L4s with a model each; the first model has a burst, and then the second."""
 
-    def __init__(self, preset: str, devices: int = 2, running: int = 64, **options: float) -> None:
+    def __init__(
+        self,
+        preset: str,
+        devices: int = 2,
+        running: int = 64,
+        placement: str | None = None,
+        **options: float,
+    ) -> None:
         models = [spec(f"m{i}", like="Llama-3-8b") for i in range(devices)]
         models = [replace(m, max_running=running) for m in models]
         self.first: dict[str, float] = {}
@@ -47,7 +54,7 @@ class Run:
         self.cluster = Cluster(
             parse_kinds(f"{devices}xL4"),
             models,
-            resolve(preset, options),
+            resolve(preset, options, placement=placement),
             self._record,
             watch=self._watch,
             on_move=self._move,
@@ -88,6 +95,19 @@ def test_a_busy_device_borrows_and_its_requests_wait_less() -> None:
     assert lent.borrowed["L4:0"] > 0
     assert lent.mean("m0") < 0.95 * alone.mean("m0")
     assert lent.mean("m1") < 1.1 * alone.mean("m1")  # the lender had its pages back
+
+
+def test_pages_go_where_they_are_worth_more_and_come_back() -> None:
+    alone, lent = Run("ballast", placement="work"), Run("ballast")
+    assert alone.moves == []
+    lends = [a for a in lent.moves if isinstance(a, LendPages)]
+    assert {(a.lender, a.borrower) for a in lends} == {("L4:1", "L4:0")}
+    assert all("a page is worth " in a.why for a in lends)
+    assert lent.borrowed["L4:0"] > 0
+    assert lent.mean("m0") < alone.mean("m0")
+    entries = lent.cluster.devices["L4:0"].story.entries
+    assert any(e.get("event") == "AskedBack" for e in entries)
+    assert lent.mean("m1") < 1.15 * alone.mean("m1")  # the lender had its pages back
 
 
 def test_requests_that_may_not_run_lack_no_pages() -> None:

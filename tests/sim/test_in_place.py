@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from ballast.core.residency_plan import ResidencyPlan, Unit
 from ballast.core.settings import Slo
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, parse_kinds
+from ballast.sim.device import SimDevice
 from ballast.sim.event_heap import EventHeap
 from ballast.sim.in_place import InPlaceMachine, InPlaceReads, KnobSetting
 from ballast.sim.layer_passes import Alone, Pass
@@ -35,24 +37,57 @@ TUNED = KnobSetting()
 SIZES = PassSizes.of(spec("a"))
 
 
-def gaps(kinds: str, homes: str, n: int = 12) -> dict[str, list[float]]:
-    """Seconds from each token to the next of one request of every model, one model a device."""
+def served(
+    kinds: str, arrivals: Mapping[str, float], n: int, promote: float
+) -> tuple[dict[str, list[float]], dict[str, SimDevice]]:
+    """Seconds from each token to the next of one request of every model, by when it arrives; and
+    the devices afterwards."""
     tokens: dict[str, list[float]] = defaultdict(list)
 
     def received(device: str, at: float, output: Output) -> None:
         if isinstance(output, TokenOutput):
             tokens[output.request_id].append(at)
 
-    specs = [spec(name) for name in homes]
-    preset = resolve("c2cserve", placement="weights")
+    specs = [spec(name) for name in arrivals]
+    preset = resolve("c2cserve", {"promote": promote}, placement="weights")
     cluster = Cluster(parse_kinds(kinds), specs, preset, received)
     prompt = tuple(range(100))
-    cluster.run(Submission(id=m, model=m, prompt=prompt, max_tokens=n, arrival=0.0) for m in homes)
-    assert len(cluster.devices) == len(homes)
+    cluster.run(
+        Submission(id=m, model=m, prompt=prompt, max_tokens=n, arrival=at)
+        for m, at in arrivals.items()
+    )
     for device in cluster.devices.values():
         device.state.validate()
+    found = {name: [b - a for a, b in pairwise(times)] for name, times in tokens.items()}
+    return found, cluster.devices
+
+
+def gaps(kinds: str, homes: str) -> dict[str, list[float]]:
+    """Those gaps, one model a device, all of whose weights stay in host memory."""
+    found, devices = served(kinds, dict.fromkeys(homes, 0.0), 12, promote=0)
+    assert len(devices) == len(homes)
+    for device in devices.values():
         assert device.state.pool.total - device.state.pool.free < 1000, "no page of weights"
-    return {name: [b - a for a, b in pairwise(times)] for name, times in tokens.items()}
+    return found
+
+
+def test_a_hot_model_comes_onto_free_pages_beside_its_passes() -> None:
+    alone = min(gaps("GH200-96G", "a")["a"])
+    found, devices = served("GH200-96G", {"a": 0.0}, 30, promote=1)
+    (device,) = devices.values()
+    m = device.state.models["a"]
+    assert (m.weights.plan.in_place, m.preemptions) == (frozenset(), 0)
+    assert max(found["a"]) < 2.2 * alone, "a copy has what passes leave of the link"
+    assert found["a"][-1] < alone / 4
+    assert device.in_place["a"].link_bytes < 12 * sum(m.spec.segment_bytes), "of 31 passes"
+
+
+def test_the_next_hot_model_has_the_room_of_an_idle_one() -> None:
+    found, devices = served("L4", {"a": 0.0, "b": 300.0}, 40, promote=1)
+    (device,) = devices.values()
+    away = {name: m.weights.plan.share_away for name, m in device.state.models.items()}
+    assert away["b"] < 0.1 < 0.5 < away["a"]
+    assert found["b"][-1] < min(found["b"][:3]) / 3
 
 
 def test_a_pass_takes_what_the_link_takes_alone_and_n_times_that_beside_others() -> None:
@@ -119,7 +154,7 @@ def test_the_knob_gives_the_link_what_device_memory_cannot_carry() -> None:
     times = [run(*short_of_memory, rows=2048) for _ in range(60)]
     assert 0.3 < short_of_memory[0].knob.os_share < 0.9
     assert times[-1] < 0.75 * times[0]
-    short_of_link = reads(everything, memory=0.4e12, link=20e9)
+    short_of_link = reads(everything, memory=0.4e12, link=5e9)
     slow = [run(*short_of_link, rows=2048) for _ in range(12)]
     assert short_of_link[0].knob.os_share == 0.0
     assert slow[-1] == pytest.approx(slow[0])

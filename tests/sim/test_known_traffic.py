@@ -11,7 +11,7 @@ from ballast.core.view import DeviceView
 from ballast.policy.memory.balloon import Balloon
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import parse_kinds
-from ballast.sim.known_traffic import HORIZON, KnownTraffic
+from ballast.sim.known_traffic import HORIZON, KnownTraffic, reveal
 from ballast.sim.model_catalogue import catalogue
 from benchmarks.arbiter_workloads import SLO, steady
 
@@ -43,6 +43,6 @@ def test_policies_see_what_is_known() -> None:
         [spec],
         work,
         {"m": SLO},
-        known=True,
+        estimates=reveal,
     )
     assert Watching.seen == {0.0, 1.0}

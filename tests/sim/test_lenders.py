@@ -55,16 +55,18 @@ class Pair:
                 self._observe,
                 leaps=leaps,
                 world=place.host.world,
-                path=place.path,
+                route=place.route,
             )
         last = max(r.arrival for r in requests)
         there = {n: (self.devices[n], place) for n, place in zip(NAMES, at, strict=True)}
         self.leases = SimLeases(at[0].host.world, there)
         self.crashed: list[str] = []
         self.leases.on_crash.append(lambda at, name: self.crashed.append(name))
-        self.leases.schedule(0.05, "d0", Lend("d1", 30))
-        self.leases.schedule(last / 2, "d0", Lend("d1", 20))
-        self.leases.schedule(last + 0.3, "d0", Recall("d1", None, recall))
+        orders: list[tuple[float, Lend | Recall]] = [
+            (0.05, Lend("d1", 30)),
+            (last / 2, Lend("d1", 20)),
+            (last + 0.3, Recall("d1", None, recall)),
+        ]
         asked = [replace(r, id=f"{r.id}-{i}") for i in range(3) for r in requests]
         for r in asked:
             self.devices["d1"].submit(r)
@@ -72,6 +74,10 @@ class Pair:
             self.devices["d0"].submit(r)
         for device in self.devices.values():
             device.drain(last + 1.0)
+        for moment, command in orders:
+            for device in self.devices.values():
+                device.advance(moment)
+            self.leases.order(moment, "d0", command, by_operator=True)
         for device in self.devices.values():
             device.end()
         ended = sum(
@@ -85,7 +91,7 @@ class Pair:
         state.validate()
         check_views(state)
         for m in state.models.values():
-            self.seen["used"] += m.kv.borrowed_pages > 0
+            self.seen["used"] += m.kv.borrowed.pages > 0
         self.seen["borrowed"] = max(self.seen["borrowed"], sum(state.lending.borrowed.values()))
 
     def events(self, kind: str) -> list[tuple[str, float]]:
@@ -152,7 +158,9 @@ def test_devices_that_cannot_lend_say_why() -> None:
 
 
 @pytest.mark.parametrize("joints", [MEMORY, PORTS])
-def test_a_borrower_that_is_late_is_killed_and_its_successor_answers(joints: ClusterLinks) -> None:
+def test_a_borrower_that_is_late_is_killed_and_its_successor_answers(
+    joints: ClusterLinks,
+) -> None:
     calm, late = Pair(0, joints, leaps=True), Pair(0, joints, leaps=True, recall=0.0)
     assert late.crashed == ["d1"]
     assert tokens(late) == tokens(calm)

@@ -15,7 +15,7 @@ from ballast.core.actions import ActivateCommand, Change, EvictCommand, Short
 from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
 from ballast.core.event import Output, TokenOutput
 from ballast.core.request import Sampling, Submission
-from ballast.core.settings import DeviceSettings, FleetSettings, KvLayout, ModelSettings, Slo
+from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
 from ballast.core.units import KiB, MiB
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
@@ -94,19 +94,18 @@ def follow(server: InProcess, requests: list[Submission]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "layout", "pages"),
+    ("preset", "pages"),
     [
-        ("static", KvLayout.BLOCK_MAJOR, 160),
-        ("swap", KvLayout.PER_LAYER, 60),
-        ("balloon", KvLayout.BLOCK_MAJOR, 24),
+        ("static", 160),
+        ("swap", 60),
+        ("balloon", 24),
     ],
 )
 def test_a_live_run_replays_to_the_same_actions(
-    paths: dict[str, Path], preset: str, layout: KvLayout, pages: int, tmp_path: Path
+    paths: dict[str, Path], preset: str, pages: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "story"
     settings = fleet(paths, preset, path, pages)
-    settings = replace(settings, device=replace(settings.device, kv_layout=layout))
     with InProcess(settings) as server:
         follow(server, asked(paths))
         report = server.device.snapshot()

@@ -26,8 +26,8 @@ from ballast.sim.story_reader import read_device_stories
 from ballast.sim.topology import APART, ClusterLinks, PeerLinks
 from tests.sim.test_cluster import spec
 
-EVERY = 2.0
-OUTPUT = 700
+EVERY = 1.0
+OUTPUT = 300
 
 
 class BackAndForth(FleetPolicy):
@@ -67,7 +67,7 @@ def arrivals(n: int) -> list[Submission]:
             model="m",
             prompt=tuple(1 + (i * k) % 97 for k in range(100 + 37 * (i % 11))),
             max_tokens=OUTPUT,
-            arrival=0.4 * i,
+            arrival=0.2 * i,
             ignore_eos=True,
         )
         for i in range(n)
@@ -97,7 +97,7 @@ class Run:
             file.close()
         for device in self.cluster.devices.values():
             device.state.validate()
-            assert not any(m.kv.used_blocks for m in device.state.models.values())
+            assert not any(m.kv.counts.used_blocks for m in device.state.models.values())
         for life in read_device_stories(path):
             found = replay(life)
             assert found.difference is None, found.difference

@@ -171,7 +171,7 @@ def test_layers_come_back_when_the_peak_is_over(options: dict[str, float]) -> No
     assert any(m.rotation.n_freed for m in lent.state.models.values())
     back = run("mirage", {**options, "cooldown": 0.5}, arrivals)
     assert all(m.rotation == WHOLE for m in back.state.models.values())
-    assert all(m.kv.pages == m.kv.cached_pages for m in back.state.models.values())
+    assert all(m.kv.pages == m.kv.counts.cached_pages for m in back.state.models.values())
 
 
 @pytest.mark.parametrize("options", WAYS)

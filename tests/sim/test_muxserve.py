@@ -122,9 +122,9 @@ def test_a_model_gets_the_memory_that_others_do_not_use() -> None:
 
         def look(now: float, state: DeviceState, preset: str = preset) -> None:
             kv = state.models["busy"].kv
-            assert kv.limit is not None
-            assert kv.pages <= kv.limit
-            limits = sum(m.kv.limit or 0 for m in state.models.values())
+            assert kv.bounds.limit is not None
+            assert kv.pages <= kv.bounds.limit
+            limits = sum(m.kv.bounds.limit or 0 for m in state.models.values())
             assert limits <= KV_PAGES
             most[preset] = max(most[preset], kv.pages)
 

@@ -46,30 +46,43 @@ def _scattered(life: int, entry: int, model: str, pages: int) -> Mended:
     return Mended(life, entry, compact, _SCATTERED)
 
 
+def _streams_first(life: int, entry: int, model: str) -> Mended:
+    """A job of another model is first."""
+    reason = "streams waited for longer than `longest_gap` beside late prompts of other models"
+    return Mended(life, entry, {"model": model}, reason)
+
+
+def _own_cache(life: int, entry: int, job: int, model: str) -> Mended:
+    """A request is admitted in place of what freed pages for it, or kept them."""
+    reason = "pages were freed for a request that its model's own cached prefixes had room for"
+    return Mended(life, entry, {"job": job, "model": model}, reason)
+
+
+def _free_pages(entry: int, model: str, pages: int) -> Mended:
+    """Cached prefixes that stayed make way here."""
+    reason = "a growth that free pages covered in part took all of its blocks from cached prefixes"
+    return Mended(0, entry, {"action": "DropCache", "model": model, "pages": pages}, reason)
+
+
+def _by_prior(entry: int) -> Mended:
+    """Blocks of other requests are staged first."""
+    reason = "answers were expected to be as long as their clients allow, until the first had ended"
+    order = ["q3", "q7", "q2", "q4", "q8", "q6"]
+    return Mended(0, entry, {"action": "Stage", "model": "a", "order": order}, reason)
+
+
 MENDED: dict[str, tuple[Mended, ...]] = {
-    "kvswap-deadline": (
-        Mended(
-            life=0,
-            entry=334,
-            replayed={"action": "DropCache", "model": "c", "pages": 32, "why": "a needs pages"},
-            reason="KV came home on what was free and what its own model had cached; what others "
-            "had cached kept it on the host for as long as it filled the pool.",
-        ),
-    ),
-    "balloon-deadline-1-more": (_scattered(0, 62, "m1", 5),),
+    "ballast-1": (_own_cache(0, 27, 42, "m0"),),
+    "balloon-deadline-1": (_own_cache(0, 27, 42, "m0"), _own_cache(1, 26, 27, "m0")),
+    "balloon-deadline-1-more": (_streams_first(0, 54, "m0"), _streams_first(2, 31, "m1")),
+    "c2cserve-1": (_streams_first(0, 86, "m2"), _streams_first(1, 75, "m0")),
     "balloon-deadline-2": (_scattered(0, 318, "m0", 1), _scattered(1, 257, "m0", 3)),
     "balloon-rr-2": (_scattered(2, 257, "m0", 3),),
-    "kvswap-dirty": (_scattered(0, 94, "a", 5),),
-    "kvswap-pooled": (_scattered(0, 79, "a", 5),),
-    "kvswap-slow": (
-        Mended(
-            life=0,
-            entry=150,
-            replayed={"action": "Preempt", "model": "a", "request_id": "q8-10"},
-            reason="KV that had grown since its layers began to rotate made every step longer than "
-            "`tolerance` allows; it stayed on the host for as long as anybody was short of pages.",
-        ),
-    ),
+    "kvswap-deadline": (_free_pages(135, "b", 22),),
+    "kvswap-pooled": (_by_prior(57),),
+    "kvswap-shares": (_by_prior(49),),
+    "kvswap-turns": (_own_cache(0, 324, 257, "c"),),
+    "kvswap-uncapped": (_by_prior(83),),
     "lending-balloon": (
         Mended(
             life=1,
@@ -79,7 +92,12 @@ MENDED: dict[str, tuple[Mended, ...]] = {
             "what it needs, others' cached prefixes have to make room for (decision 071).",
         ),
     ),
-    "mirage-small": (_scattered(0, 174, "m2", 3),),
+    "mirage-pooled": (_free_pages(401, "b", 2),),
+    "mirage-preemptive-deadline": (_free_pages(554, "b", 12),),
+    "mirage-small": (_scattered(0, 174, "m2", 3), _own_cache(1, 118, 159, "m2")),
+    "mirage-turns": (_own_cache(0, 323, 244, "a"),),
+    "played-balloon": (_own_cache(4, 104, 45, "m0"),),
+    "played-recompute": (_own_cache(1, 111, 45, "m0"),),
     "played-swap": (
         Mended(
             life=0,
@@ -89,7 +107,10 @@ MENDED: dict[str, tuple[Mended, ...]] = {
             "with several lanes the victim took them back, and was preempted again",
         ),
     ),
+    "prism-1": (_own_cache(0, 27, 42, "m0"),),
     "recompute-pooled": (_scattered(0, 102, "m0", 1), _scattered(2, 70, "m0", 3)),
+    "recompute-turns": (_own_cache(0, 412, 273, "a"),),
+    "swiftcache-1": (_own_cache(0, 27, 42, "m0"),),
 }
 """By name of the story, one for each life that differs: it goes its own way from there."""
 
@@ -134,7 +155,7 @@ def test_stories_cover_every_preset_and_what_pressure_brings() -> None:
             seen += events_of(life)
     wanted = {*PRESETS, *ORDERS, "1 lanes", "2 lanes"}
     assert wanted - set(snapshots) == set(), snapshots
-    happened = {"Preempt", "Evict", "DropCache", "Compact", "Remap", "SwapKv", "Hold", "promises"}
+    happened = {"Preempt", "Evict", "DropCache", "Compact", "Remap", "Stage", "Hold", "promises"}
     happened |= {"Lend", "Recall", "AskedBack", "Pause", "Cancel", "out_of_memory"}
     assert happened - set(seen) == set(), seen
     size = sum((STORIES / f"{name}{SUFFIX}").stat().st_size for name in NAMES)

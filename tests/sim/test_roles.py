@@ -67,7 +67,7 @@ class Run:
         self.cluster.run(self.wanted)
         for device in self.cluster.devices.values():
             device.state.validate()
-            assert not any(m.kv.used_blocks for m in device.state.models.values())
+            assert not any(m.kv.counts.used_blocks for m in device.state.models.values())
 
     def _heard(self, device: str, at: float, output: Output) -> None:
         if isinstance(output, TokenOutput):

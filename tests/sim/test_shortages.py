@@ -214,13 +214,13 @@ def test_pages_asked_back_cost_nobody_a_cache_that_makes_no_room_for_them(leaps:
         world.device.submit(asked(f"a-{i}", "a", 400, 200, at=0.1))
     world.device.advance(0.3)
     a, b = (state.models[name].kv for name in "ab")
-    assert a.pages == a.limit
-    assert a.borrowed_pages > 0
-    cached = b.cached_pages
+    assert a.pages == a.bounds.limit
+    assert a.borrowed.pages > 0
+    cached = b.counts.cached_pages
     assert cached >= 6
     heap.schedule(0.3, PagesRecalledEvent(lease))
     world.device.advance(0.32)
-    assert (a.borrowed_pages, b.cached_pages) == (0, cached)
+    assert (a.borrowed.pages, b.counts.cached_pages) == (0, cached)
     assert state.models["a"].preemptions == 1
     world.device.finish(1.0)
     assert all(isinstance(end, FinishedOutput) for end in world.ends.values())
@@ -241,10 +241,10 @@ def test_pages_asked_back_take_the_place_of_cached_prefixes_and_no_more(leaps: b
         world.device.submit(asked(f"a-{i}", "a", 300, 100, at=0.2))
     world.device.advance(0.3)
     a, b = (state.models[name].kv for name in "ab")
-    abroad, cached = a.borrowed_pages, b.cached_pages
+    abroad, cached = a.borrowed.pages, b.counts.cached_pages
     assert 0 < abroad < cached
     heap.schedule(0.3, PagesRecalledEvent(lease))
     world.device.advance(0.32)
-    assert (a.borrowed_pages, b.cached_pages) == (0, cached - abroad + state.pool.free)
+    assert (a.borrowed.pages, b.counts.cached_pages) == (0, cached - abroad + state.pool.free)
     world.device.finish(0.5)
     assert [world.finished(f"a-{i}").preemptions for i in range(2)] == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,13 +15,18 @@ from ballast.core.request import Submission
 from ballast.core.units import MiB
 from ballast.engine.kv_tiers import KvTiers
 from ballast.engine.model import ModelState
+from ballast.engine.state import DeviceState
+from ballast.engine.story_file import StoryFile
 from ballast.kv.directory import Tier
 from ballast.memory.cell_book import CELL_BYTES
 from ballast.policy.presets import PRESETS
-from ballast.sim.cluster_files import NO_FILES
+from ballast.sim.cluster_files import ClusterFiles
+from ballast.sim.kv_tiers import SimKvTiers
 from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.replay import replay
 from ballast.sim.simulate import Simulated, simulate
-from ballast.sim.topology import places
+from ballast.sim.story_reader import read_device_stories
+from ballast.sim.topology import APART, places
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec
 from tests.sim.test_swiftcache import asked
 
@@ -92,14 +98,35 @@ fetched: list[int] = []
 def test_a_preempted_request_finds_what_it_computed_under_each_preset(preset: str) -> None:
     without, kept = preempted(preset, 0), preempted(preset, 64 * MiB)
     assert fetched[-2] == 0
-    if preset == "kvswap":  # its KV lies layer by layer
-        assert fetched[-1] == 0
-    elif preset == "swiftcache":  # it stages instead
-        assert kept.preemptions == 0
+    if preset in ("kvswap", "swiftcache"):  # they stage instead
+        assert kept.preemptions <= 1
     else:
         assert kept.preemptions > 0
         assert fetched[-1] > 100
         assert kept.step_tokens <= without.step_tokens - fetched[-1]
+
+
+def test_staged_blocks_count_in_the_host_tier_and_the_story_replays(tmp_path: Path) -> None:
+    specs = [spec("m", weight_pages=4)]
+    profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(1e10), overhead=0.0)
+    kv = KvTierSettings(host_bytes=64 * MiB)
+    settings = replace(fleet("swiftcache", specs, 20), kv=kv)
+    seen: set[int] = set()
+
+    def observe(now: float, state: DeviceState) -> None:
+        copies, m = state.tiers.copies, state.models["m"]
+        assert isinstance(copies, SimKvTiers)
+        staged = len(m.kv.staged) * m.spec.block_bytes
+        assert copies._store.directory.shelves[Tier.HOST].capacity == 64 * MiB - staged
+        seen.add(staged)
+
+    file = StoryFile(tmp_path / "story", "device")
+    arrivals = asked(6, 20, 200)
+    simulate(settings, specs, arrivals, profile, OutputLog(), file.write, observe=observe)
+    file.close()
+    assert len(seen) > 3
+    (life,) = read_device_stories(tmp_path / "story")
+    assert replay(life).difference is None
 
 
 def test_a_chain_longer_than_the_tier_is_kept_by_its_head() -> None:
@@ -125,7 +152,7 @@ def test_what_leaves_the_host_is_read_from_disk_which_takes_longer() -> None:
 
 
 def test_devices_of_a_host_share_its_tiers() -> None:
-    files = NO_FILES.keeping(KvTierSettings(host_bytes=8 * MiB, disk_bytes=16 * MiB))
+    files = ClusterFiles(joints=replace(APART, kv_host=8 * MiB, kv_disk=16 * MiB))
     (place,) = places(files.joints, [(LinkRates.even(1e9), 1)])
     assert place.host.kv_store is not None
     assert set(place.host.kv_store.directory.shelves) == {Tier.HOST, Tier.DISK}

@@ -83,10 +83,9 @@ def watch(now: float, state: DeviceState) -> None:
     state.validate()
     check_views(state)
     for m in state.models.values():
-        slots = state.pool.ledger.owned(f"kvslots:{m.spec.name}")
-        assert state.pool.ledger.owned(f"kv:{m.spec.name}") + slots == m.kv.pages
-        if m.kv.limit is not None:
-            assert m.kv.pages <= m.kv.limit
+        assert state.pool.ledger.owned(f"kv:{m.spec.name}") == m.kv.pages
+        if m.kv.bounds.limit is not None:
+            assert m.kv.pages <= m.kv.bounds.limit
     assert state.pool.free >= 0
 
 
@@ -123,7 +122,7 @@ def test_every_request_is_answered_completely_or_with_a_reason(preset: str, page
     state = result.state
     assert not state.requests
     for m in state.models.values():
-        m.kv.drop_cached(m.kv.pages)
+        m.kv.prefixes.drop(m.kv.pages)
         assert m.kv.pages == 0, "blocks leaked"
 
 
@@ -283,7 +282,7 @@ def test_an_open_ended_request_gets_what_memory_can_hold() -> None:
     tokens = 30 + end.output_tokens - 1
     pages = result.state.pool.total - result.state.arena.pages - m.weights.pages
     assert end.output_tokens < 482
-    assert m.kv.most_pages(-(-tokens // 16)) <= pages < m.kv.most_pages(-(-tokens // 16) + 1)
+    assert m.kv.layout.pages(-(-tokens // 16)) <= pages < m.kv.layout.pages(-(-tokens // 16) + 1)
 
 
 def test_jobs_after_a_pause_or_a_prefill_take_longer_and_mapping_delays_activations() -> None:
@@ -367,8 +366,38 @@ def test_no_pass_over_weights_in_host_memory_is_shorter_than_reading_them() -> N
         costs = {"m": StepCosts(1e-3, 0.0, 0.0, 0.0, 0.0)}
         profile = MachineProfile(costs=costs, link=LinkRates.even(1e8), overhead=0.0)
         result = simulate(
-            fleet(preset, specs, 60), specs, arrivals, profile, OutputLog(), observe=watch
+            replace(
+                fleet(preset, specs, 60), options={"promote": 0} if preset == "c2cserve" else {}
+            ),
+            specs,
+            arrivals,
+            profile,
+            OutputLog(),
+            observe=watch,
         )
         (m,) = result.state.models.values()
         assert m.weights.present_pages == (0 if preset == "c2cserve" else 20)
         assert m.lane_seconds == pytest.approx(5 * max(1e-3, seconds))
+
+
+def test_a_first_token_says_how_long_its_model_was_activated() -> None:
+    specs = [spec("a"), spec("b")]
+    firsts: dict[str, TokenOutput] = {}
+    costs = {s.name: COSTS for s in specs}
+    profile = MachineProfile(costs=costs, link=LinkRates.even(1e8), overhead=1e-4)
+
+    def heard(now: float, output: Output) -> None:
+        if isinstance(output, TokenOutput) and output.index == 0:
+            firsts[output.request_id] = output
+
+    arrivals = [
+        Submission(id=f"{model}{n}", model=model, prompt=(1, 2, 3), max_tokens=2, arrival=at)
+        for n, (model, at) in enumerate((("a", 0.0), ("a", 5.0), ("b", 6.0), ("b", 6.01)))
+    ]
+    simulate(fleet("swap", specs, 40), specs, arrivals, profile, heard)
+    copy = 20 * PAGE / 1e8
+    for name, seconds in (("a0", copy), ("a1", 0.0), ("b2", copy), ("b3", copy - 0.01)):
+        queued, activating = firsts[name].queued, firsts[name].activating
+        assert queued is not None
+        assert activating == pytest.approx(seconds, rel=0.05, abs=1e-9), name
+        assert 0.0 <= activating <= queued

@@ -125,7 +125,7 @@ def test_rotations_replay_to_the_same_actions(
         )
         found = replay(life)
         assert (found.difference, found.stray) == (None, None), f"seed {seed}: {found.difference}"
-        seen["swaps"] += sum(e.get("action") == "Reside" for e in life.entries)
+        seen["staged"] += sum(e.get("action") == "Stage" for e in life.entries)
         remapped = [e for e in life.entries if e.get("action") == "Remap"]
         seen["remaps"] += sum("refused" not in e for e in remapped)
         seen["refused"] += sum("refused" in e for e in remapped)
@@ -136,7 +136,7 @@ def test_rotations_replay_to_the_same_actions(
     assert seen["stalls"] > 50, seen
     assert seen["leaps"] > 50, seen
     assert seen["refused"], seen
-    assert seen["swaps"] > 20, seen
+    assert seen["staged"] > 20, seen
 
 
 def test_layers_that_lend_their_memory_replay(tmp_path: Path) -> None:

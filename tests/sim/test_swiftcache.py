@@ -113,9 +113,9 @@ def test_random_scenarios_with_random_stages(seed: int, monkeypatch: pytest.Monk
     monkeypatch.setitem(scenarios.OPTIONS, name, OPTIONS["balloon"])
     end = BlockStaging.end_moves
 
-    def counted(kv: BlockStaging, tables: list[list[int]], *, done: bool) -> bool:
-        moved["stores"] += len(kv.moves.stores)
-        return end(kv, tables, done=done)
+    def counted(staging: BlockStaging, tables: list[list[int]], *, done: bool) -> bool:
+        moved["stores"] += len(staging._book.moves.stores)
+        return end(staging, tables, done=done)
 
     monkeypatch.setattr(BlockStaging, "end_moves", counted)
     Run(scenario(Seeded(random.Random(seed)), (name,)))()

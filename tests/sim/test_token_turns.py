@@ -45,7 +45,7 @@ def test_a_turn_ends_between_tokens_and_requests_go_on_from_their_kv() -> None:
     assert soon["b"] < late["b"] - 0.3, "it does not wait for the whole answer"
     (device,) = turns.devices.values()
     switches = device.did("evictions")
-    assert device.did("preemptions") >= 4
+    assert device.did("preemptions") == 0, "KV stays"
     assert switches >= 4 > next(iter(whole.devices.values())).did("evictions")
     block = 16
     assert sum(tokens.values()) <= 2 * 600 + switches * block, "only what no full block holds"

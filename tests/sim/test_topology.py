@@ -6,8 +6,12 @@ from math import inf
 
 import pytest
 
+from ballast.core.clock import VirtualClock
 from ballast.core.errors import ConfigError
 from ballast.core.link import Direction, LinkRates
+from ballast.memory.copies import Copy
+from ballast.sim.event_heap import EventHeap
+from ballast.sim.link import SimLink
 from ballast.sim.topology import APART, ClusterLinks, HostPlace, PeerLinks, places
 
 LINK, HOST, PORT = LinkRates.even(50.0), LinkRates.even(60.0), LinkRates.even(400.0)
@@ -19,7 +23,7 @@ def seconds(*moves: tuple[HostPlace, HostPlace | Direction], n_bytes: int = 600)
     world = moves[0][0].host.world
     ends = [0.0] * len(moves)
     for i, (place, to) in enumerate(moves):
-        path = place.to_peer(to) if isinstance(to, HostPlace) else place.path[to]
+        path = place.to_peer(to) if isinstance(to, HostPlace) else place.route.path[to]
 
         def ended(at: float, took: float, i: int = i) -> None:
             ends[i] = took
@@ -65,6 +69,37 @@ def test_peers_over_pcie_slow_what_comes_from_the_host() -> None:
     assert seconds((a, b), (b, DOWN)) == [24.0, 24.0]
 
 
+@pytest.mark.parametrize(("host", "took"), [(None, 1.0), (LinkRates.even(1e9), 2.0)])
+def test_weights_come_over_the_links_of_all_devices_at_once(
+    host: LinkRates | None, took: float
+) -> None:
+    joints = ClusterLinks(
+        per_host=4, host=host, peers=PeerLinks.NVLINK, port=LinkRates.even(1e10), several=True
+    )
+    link = LinkRates.even(500e6)
+    made = places(joints, [(link, 1)] * 4)
+    clock = VirtualClock()
+    heap = EventHeap(clock, made[0].host.world.agenda)
+    loads = SimLink(heap, clock, link, route=made[1].route)
+    ends: list[float] = []
+
+    class Watch:
+        marks = (1_500_000_000,)
+
+        def landed(self, now: float, n_bytes: int) -> None:
+            ends.append(now)
+
+    loads.start(1, [Copy(0, 0, 2 * 10**9)], watch=Watch())
+    loads.start(2, [Copy(0, 0, 10)])
+    loads.start(3, [Copy(0, 0, 10**9)])
+    loads.stop(3)
+    made[0].host.world.agenda.run(inf)
+    assert not loads.moving
+    assert len(ends) == 2
+    assert 0.7 * took < ends[0] < ends[1]
+    assert ends[1] == pytest.approx(took, rel=0.1)
+
+
 def test_ways_that_there_are_not_are_refused() -> None:
     a, b = places(ClusterLinks(per_host=2), [(LINK, 1)] * 2)
     with pytest.raises(ConfigError, match="do not reach each other"):
@@ -73,5 +108,7 @@ def test_ways_that_there_are_not_are_refused() -> None:
         a.to_peer(a)
     with pytest.raises(ConfigError, match="port"):
         ClusterLinks(peers=PeerLinks.NVLINK)
+    with pytest.raises(ConfigError, match="over ports"):
+        ClusterLinks(several=True)
     with pytest.raises(ConfigError, match="one device or more"):
         ClusterLinks(per_host=0)

@@ -64,7 +64,7 @@ class Run:
                 self.entries[i].extend,
                 leaps=leaps,
                 world=place.host.world,
-                path=place.path,
+                route=place.route,
             )
             for request in requests:
                 device.submit(request)
@@ -136,7 +136,7 @@ def test_one_world_of_devices_that_share_nothing_is_as_many_worlds(
     for seed in range(4):
         parts = parts_of(seed, None)
         together = Run(parts, places(ClusterLinks(per_host=2), [(LINK, 1)] * 2), leaps=leaps)
-        assert together.devices[0]._world is together.devices[1]._world
+        assert together.devices[0].world is together.devices[1].world
         apart = Run(parts, places(APART, [(LINK, 1)] * 2), leaps=leaps)
         assert together.recorded == apart.recorded, f"seed {seed}"
         assert together.seconds == apart.seconds, f"seed {seed}"

@@ -84,8 +84,9 @@ from ballast.engine.state import DeviceState
 from ballast.engine.views import device_view, made_anew
 from ballast.policy.market.fair_shares import fair_shares
 from ballast.policy.presets import Preset, resolve
-from ballast.sim.device import SimDevice, copy_nothing, hosted_nowhere
+from ballast.sim.device import SimDevice, hosted_nowhere
 from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.no_bytes import copy_nothing
 from tests.sim.neighbours import WAY, Neighbours
 from tests.sim.scenarios import Act, Ask, Order, Scenario, Withdraw, submission
 from tests.sim.test_leap import COSTS
@@ -247,7 +248,7 @@ class Watch:
             s = self.asked[failed.request_id]
             m, _ = state.named[s.model]
             tokens = len(s.prompt) if accepted is None else len(accepted.tokens)
-            pages = m.kv.most_pages(ceil_div(tokens, m.spec.block_tokens))
+            pages = m.kv.layout.pages(ceil_div(tokens, m.spec.block_tokens))
             insist(pages > state.room(m), f"at {now} {failed}: {pages} pages fit alone")
             insist(self.shrunk, f"at {now} {failed}: it was accepted, and nobody made room smaller")
             return
@@ -305,8 +306,9 @@ class Watch:
         m = list(state.models.values())[self._turns % len(state.models)]
         m.kv.validate([r.blocks for r in m.running])
         m.weights.validate()
-        if m.kv.limit is not None and not self.shrunk:
-            insist(m.kv.pages <= m.kv.limit, f"at {state.now} {m.spec.name} is over its limit")
+        if m.kv.bounds.limit is not None and not self.shrunk:
+            within = m.kv.pages <= m.kv.bounds.limit
+            insist(within, f"at {state.now} {m.spec.name} is over its limit")
         kept, fresh = device_view(state).model(m.spec.name), made_anew(m)
         if kept != fresh:
             insist(False, f"at {state.now} a snapshot is stale:", _difference(kept, fresh))
@@ -323,8 +325,10 @@ class Watch:
             return  # one model has the device: what it freed is free until its next job
         if any(m.paused for m in state.models.values()):
             return  # who was paused when a job ended has left its pages to its model
-        if any(m.kv_rotation is not None for m in view.models):
-            return  # where KV rotates a slab is many pages, and some that were counted are at hand
+        if any(
+            m.staging is not None and (m.staging.staged or m.staging.moving) for m in view.models
+        ):
+            return  # pages that blocks leave, or come home to, are counted before they have moved
         self.seen["dropped"] += 1
         slabs = {m.name: m.slab_pages for m in view.models}
         bound = sum(3 * slabs[e["model"]] for e in drops)
@@ -451,7 +455,7 @@ class Watch:
                     continue
                 grown = m.kv.pages - self._kv_pages.get(m.spec.name, 0)
                 blocks = len(state.requests[r.id].blocks)
-                found.pages += max(0, min(grown, m.kv.most_pages(blocks)))
+                found.pages += max(0, min(grown, m.kv.layout.pages(blocks)))
             insist(
                 found.pages < found.lacked,
                 f"at {now} others got {found.pages} pages since {first.id} is overdue,",

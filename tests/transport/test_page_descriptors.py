@@ -24,6 +24,7 @@ from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Vm
 from ballast.memory.vm_memfd import MemfdVm
+from ballast.transport import page_descriptors
 from ballast.transport.page_descriptors import (
     PAGES_AT_ONCE,
     PagesSocket,
@@ -48,11 +49,13 @@ from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.cuda.vm import CudaVm
 from ballast.memory.vm_memfd import MemfdVm
+from ballast.transport import page_descriptors
 from ballast.transport.page_descriptors import fetch_lease, fetch_pages
 from ballast.transport.worker_messages.codec import decode_to_worker, encode
 from ballast.transport.worker_messages.lending_messages import LeaseMsg
 from tests.memory.fake_cuda import FakeDriver
 
+page_descriptors.PATIENCE_SECONDS = 240.0
 pipe = Connection(int(sys.argv[1]))
 size = int(sys.argv[3])
 gpu = sys.argv[4] == "gpu"
@@ -83,6 +86,11 @@ while True:
         assert all(shown[page] == page for page in pages)
         pipe.send_bytes(b"used")
 """
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_descriptors, "PATIENCE_SECONDS", 240.0)
 
 
 @contextmanager

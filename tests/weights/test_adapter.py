@@ -17,10 +17,12 @@ from torch import Tensor
 from ballast.core.errors import BallastError, CheckpointError, UnsupportedModel
 from ballast.core.settings import AdapterSettings, ModelSettings, Slo
 from ballast.memory.tensor import tensor_at
-from ballast.weights.adapter import CONFIG, MAX_RANK, TENSORS, load_adapter
+from ballast.weights.adapter import MAX_RANK, load_adapter
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.meta_module import linear_modules
+from ballast.weights.source_files import ADAPTER_CONFIG as CONFIG
+from ballast.weights.source_files import ADAPTER_TENSORS as TENSORS
 from benchmarks.adapters import RandomAdapter, random_adapter
 from tests.models.tiny import llama
 

@@ -18,16 +18,17 @@ from benchmarks.families import config
 from benchmarks.tiny import tiny
 
 OTHERS = "are others in a batch"
-ROBERTA_KIN = (
-    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta"),
-    *("xlm-roberta-xl", "xmod"),
-)
+FROM_PADDING = ("camembert", "data2vec-text", "roberta", "xmod")
+FROM_THE_CACHE = ("bart", "blenderbot", "marian")
+VIEWING = ("afmoe", "jetmoe")
+"""They view the result of attention, which has to be contiguous."""
 
 
-@pytest.mark.parametrize("kind", ROBERTA_KIN)
-def test_decoders_that_count_positions_from_their_padding_token_on(kind: str) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"^{kind}: its logits .*{OTHERS}"):
-        inspect_model(tiny(kind))
+@pytest.mark.parametrize("kind", [*FROM_PADDING, *FROM_THE_CACHE, *VIEWING])
+def test_decoders_that_count_positions_themselves_are_given_them(kind: str) -> None:
+    config = tiny(kind)
+    config.is_encoder_decoder = False  # as of its decoder alone
+    assert inspect_model(config).positions == 512 - (kind in FROM_PADDING)
 
 
 def test_a_temperature_by_positions_that_the_model_counts_itself() -> None:

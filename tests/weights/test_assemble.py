@@ -13,17 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Interleave, WeightConverter
 
 from ballast.core.errors import CheckpointError, UnsupportedModel
 from ballast.core.settings import ModelSettings
 from ballast.memory.tensor import tensor_at
 from ballast.weights import segment as segments
-from ballast.weights.assemble import Recipe, Sources, concatenate, recipes, stack
+from ballast.weights.assemble import (
+    Recipe,
+    Sources,
+    _split,
+    _transposed,
+    concatenate,
+    recipes,
+    stack,
+)
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.inspection import inspect_model
 from ballast.weights.stored import read_header
+from benchmarks.architectures import auto_of
 from benchmarks.families import config, make
+from benchmarks.tiny import tiny
 
 
 @given(
@@ -65,6 +75,26 @@ def test_recipes_are_what_torch_does(
         assert torch.equal(part, expected.flatten()[start : start + part.numel()])
 
 
+@given(shape=st.lists(st.integers(1, 4), min_size=2, max_size=3), data=st.data())
+def test_parts_and_transposes_are_what_torch_makes(
+    shape: list[int], data: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("x") / "model.safetensors"
+    tensor = torch.randn(shape)
+    save_file({"x": tensor}, path)
+    whole, dim = Recipe.of(read_header(path)["x"]), data.draw(st.integers(-len(shape), -1))
+    sizes = [data.draw(st.integers(0, shape[dim]))]
+    sizes.append(shape[dim] - sizes[0])
+    parts = zip(_split(whole, dim, sizes), tensor.split(sizes, dim), strict=True)
+    with Sources([whole]) as sources:
+        for ours, theirs in [*parts, (_transposed(whole, {-2, -1}), tensor.mT)]:
+            assert torch.equal(sources.read(ours, torch.float32), theirs)
+            start = data.draw(st.integers(0, theirs.numel()))
+            rest = torch.empty(theirs.numel() - start)
+            sources.fill(ours, start, rest)
+            assert torch.equal(rest, theirs.flatten()[start:])
+
+
 def contents(path: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """All tensors of the host tier, by every name they have."""
     settings = {"model_impl": "generic", "linear": "plain", **settings}
@@ -99,6 +129,16 @@ def test_experts_are_put_together(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["sarvam_moe", "lara_mini", "molmo2", "qwen3_vl_moe"])
+def test_matrices_stored_as_one_or_the_other_way_round(kind: str, tmp_path: Path) -> None:
+    wanted = tiny(kind)
+    assert inspect_model(wanted).vocab == 1000  # of the head: Molmo 2 embeds more
+    expected = make(tmp_path, wanted, auto=auto_of(wanted)).state_dict()
+    assert not set(expected) <= set(stored_names(tmp_path)) or kind == "qwen3_vl_moe"
+    for name, tensor in contents(tmp_path).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_mixtral_as_it_is_on_the_hub(tmp_path: Path) -> None:
@@ -183,10 +223,10 @@ def test_a_conversion_that_is_not_known(tmp_path: Path) -> None:
     make(tmp_path, config("qwen3_moe"))
     architecture = inspect_model(config("qwen3_moe"))
     turned = WeightConverter(
-        "mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [Transpose()]
+        "mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [Interleave()]
     )
     object.__setattr__(architecture, "conversions", (turned,))
-    with pytest.raises(UnsupportedModel, match="Transpose"):
+    with pytest.raises(UnsupportedModel, match="Interleave"):
         recipes(architecture, read_header(tmp_path / "model.safetensors"), tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from ballast.core.errors import CheckpointError
-from ballast.core.settings import ModelSettings
+from ballast.core.settings import ModelSettings, Slo
 from ballast.fleet.make import make_fleet
 from ballast.isolation.calls import Here
 from ballast.weights import findings
 from ballast.weights.adapter import AdapterSource, Pair, read_pairs
+from ballast.weights.checkpoint import read_spec
 from ballast.weights.findings import Findings, RememberingIsolation
 from ballast.weights.manifest import Manifest, ManifestRequest, read_manifest
 from ballast.weights.meta_module import linear_modules
@@ -63,6 +65,21 @@ def test_a_manifest_is_read_once_for_the_same_files_and_settings(
     (made.models[0].path / "generation_config.json").write_text('{"eos_token_id": 3}')
     assert isolation.call(read_manifest, wanted, Manifest).eos == (3,)
     assert counting.calls == 3
+
+
+def test_settings_that_reading_does_not_depend_on_change_without_another(
+    tmp_path: Path, remembering: tuple[RememberingIsolation, Counting]
+) -> None:
+    isolation, counting = remembering
+    llama(tmp_path / "model")
+    settings = ModelSettings(name="a", path=str(tmp_path / "model"))
+    elsewhere = replace(settings, devices=("cpu:1",), slo=Slo(ttft=3.0), block_tokens=32)
+    found = read_spec(settings, isolation=isolation)
+    other = read_spec(elsewhere, isolation=isolation)
+    assert counting.calls == 1
+    assert (found.block_tokens, other.block_tokens) == (16, 32)
+    read_spec(replace(settings, max_model_len=64), isolation=isolation)
+    assert counting.calls == 2
 
 
 def test_what_fails_is_tried_again(

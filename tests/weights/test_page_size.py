@@ -12,7 +12,6 @@ import pytest
 from ballast.core.settings import (
     DeviceSettings,
     FleetSettings,
-    KvLayout,
     LinkSettings,
     ModelSettings,
 )
@@ -97,11 +96,6 @@ def test_devices_have_pages_of_one_size(large: str, small: str) -> None:
     large_pages = replace(small_pages, page_bytes=LARGE_PAGE)
     sized = with_page_sizes(replace(fleet, others=(large_pages,)))
     assert [d.page_bytes for d, _ in sized.devices.values()] == [LARGE_PAGE, LARGE_PAGE]
-
-
-def test_layer_by_layer_pages_stay_small(large: str) -> None:
-    fleet = _fleet(large, kv_layout=KvLayout.PER_LAYER)
-    assert with_page_sizes(fleet) is fleet
 
 
 def test_weights_that_just_fit_keep_pages_small(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ballast.core.errors import CheckpointError
-from ballast.weights.pooling import pools_last_token
+from ballast.weights.pooling import pooling_of
 
 KINDS = ("Transformer", "Pooling", "Normalize")
 
@@ -40,27 +40,29 @@ def modes(*on: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "pooling", "embeds"),
+    ("kinds", "pooling", "found"),
     [
-        (KINDS, modes("lasttoken"), True),
-        (KINDS[:2], modes("lasttoken"), True),
-        (KINDS, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}, True),
-        (KINDS, modes("mean_tokens"), False),
-        (KINDS, modes("lasttoken", "mean_tokens"), False),
-        (KINDS, {"pooling_mode": "mean"}, False),
-        ((*KINDS[:2], "Dense"), modes("lasttoken"), False),
+        (KINDS, modes("lasttoken"), "last"),
+        (KINDS[:2], modes("lasttoken"), "last"),
+        (KINDS, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}, "last"),
+        (KINDS, modes("mean_tokens"), "mean"),
+        (KINDS[:2], modes("cls_token"), "cls"),
+        (KINDS, modes("max_tokens"), ""),
+        (KINDS, modes("lasttoken", "mean_tokens"), ""),
+        (KINDS, {"pooling_mode": "mean"}, "mean"),
+        ((*KINDS[:2], "Dense"), modes("lasttoken"), ""),
     ],
 )
-def test_only_the_last_token_alone_is_offered(
-    tmp_path: Path, kinds: tuple[str, ...], pooling: dict[str, Any], embeds: bool
+def test_how_a_text_is_pooled(
+    tmp_path: Path, kinds: tuple[str, ...], pooling: dict[str, Any], found: str
 ) -> None:
-    assert not pools_last_token(tmp_path)
+    assert pooling_of(tmp_path) is None
     write(tmp_path, kinds, pooling)
-    assert pools_last_token(tmp_path) == embeds
+    assert pooling_of(tmp_path) == found
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]", '{"type": 3}'])
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"modules\.json"):
-        pools_last_token(tmp_path)
+        pooling_of(tmp_path)

@@ -47,7 +47,9 @@ def compare(path: Path, model: Any, **settings: Any) -> Served:
         theirs = model(tokens[None], use_cache=False).logits[0, -1]
     served = Served(path, dtype="float32", **settings)
     try:
-        ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [4, 0, 9, 6], GREEDY))[0]
+        ours = served.logits(
+            SequenceWork("a", tokens.tolist(), 0, served.table([4, 0, 9, 6]), GREEDY)
+        )[0]
     finally:
         served.close()
     assert theirs.std() > 0.05  # or nothing would have been tested

@@ -347,9 +347,9 @@ class RealSharing(Sharing):
 
 
 TestNull = Sharing.TestCase
-TestNull.settings = settings(max_examples=60, stateful_step_count=30)
+TestNull.settings = settings(max_examples=30, stateful_step_count=30)
 TestReal = RealSharing.TestCase
-TestReal.settings = settings(max_examples=15, stateful_step_count=30)
+TestReal.settings = settings(max_examples=8, stateful_step_count=30)
 
 
 class Quiet:

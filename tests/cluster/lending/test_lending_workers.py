@@ -12,6 +12,7 @@ import pytest
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.core.capability import IMPORT
 from ballast.core.event import TokenOutput
 from ballast.core.request import Submission
@@ -89,7 +90,7 @@ def test_lend_recall_and_kill(tmp_path: Path) -> None:
     fleet = fleet_of(make_llama(tmp_path / "base", 1))
 
     async def scenario() -> None:
-        controller = Controller(lambda: LocalWorker(WORKER))
+        controller = Controller(LocalWorkers(lambda: LocalWorker(WORKER)))
         try:
             await controller.start(fleet)
             assert {c.means for c in controller.devices.lending} == {IMPORT}

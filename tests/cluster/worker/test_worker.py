@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput, Output, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.transport.sockets import WorkerSocket
+from ballast.transport import sockets
+from ballast.transport.sockets import UnixEndpoint, WorkerSocket
 from ballast.transport.worker_messages.request_messages import OutputsMsg
 from tests.cluster import fake_device
 from tests.cluster.fake_device import BREAK, HOLD, LOSE, REFUSE
@@ -49,7 +55,7 @@ def submission(request_id: str, seed: int = 0, max_tokens: int = 4) -> Submissio
 
 @contextlib.asynccontextmanager
 async def running(fleet: FleetSettings = FLEET) -> AsyncIterator[tuple[Controller, LocalWorker]]:
-    controller = Controller(lambda: LocalWorker(FAKE))
+    controller = Controller(LocalWorkers(lambda: LocalWorker(FAKE)))
     async with asyncio.timeout(DEADLINE):
         try:
             await controller.start(fleet)
@@ -147,7 +153,7 @@ async def reported(controller: Controller, running: int) -> None:
 
 def test_closing_fails_what_does_not_end() -> None:
     async def scenario() -> None:
-        controller = Controller(lambda: LocalWorker(FAKE))
+        controller = Controller(LocalWorkers(lambda: LocalWorker(FAKE)))
         await controller.start(FLEET)
         held = controller.router.submit([submission("1", HOLD)])
         await held.take()
@@ -169,10 +175,50 @@ def test_a_device_that_cannot_be_built_says_why() -> None:
     asyncio.run(scenario())
 
 
+def pass_on_late(directory: Path) -> None:
+    """Between a worker and its server: what comes once the worker has its settings is passed on
+    when the worker has ended, and a while after."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "worker.sock"))
+        listener.listen()
+        worker, _ = listener.accept()
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(str(directory / "server.sock"))
+    with worker, server:
+        data = b"-"
+        while data and b"ConfigureMsg" not in data:
+            (ready, *_), _, _ = select.select([server, worker], [], [])
+            data = ready.recv(1 << 20)
+            (server if ready is worker else worker).sendall(data)
+        late = b"".join(iter(lambda: worker.recv(1 << 20), b""))
+        time.sleep(0.5)
+        server.sendall(late)
+
+
+def test_the_last_words_of_a_worker_are_heard_however_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Behind(UnixEndpoint):
+        def attach(self, socket: zmq.Socket[bytes]) -> None:
+            self._address = self._address.replace("worker.sock", "server.sock")
+            super().attach(socket)
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(sockets, "UnixEndpoint", Behind)
+            worker = LocalWorker(FAKE)
+        passing = asyncio.create_task(asyncio.to_thread(pass_on_late, worker.directory))
+        fleet = FleetSettings(models=(), device=FLEET.device, options={"unbuildable": 1})
+        with pytest.raises(Unavailable, match="cannot start: no room for the pool"):
+            await worker.start(fleet)
+        await passing
+        await worker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE))
+
+
 def test_a_start_can_be_given_up() -> None:
     async def scenario() -> None:
         fleet = FleetSettings(models=(), device=FLEET.device, options={"mute": 1})
-        controller = Controller(lambda: LocalWorker(FAKE))
+        controller = Controller(LocalWorkers(lambda: LocalWorker(FAKE)))
         starting = asyncio.ensure_future(controller.start(fleet))
         while not controller.devices or not present(controller).started:
             await asyncio.sleep(0.01)
@@ -190,6 +236,7 @@ ORPHANING = """
 import asyncio, sys
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.cluster.output_stream import OutputStream
 from tests.cluster.worker.test_worker import FAKE, FLEET
 
@@ -223,8 +270,6 @@ def test_nothing_outlives_a_killed_server(tmp_path: Path) -> None:
 
 def ended(pidfd: int) -> bool:
     """Whether the process has ended, at the latest by the deadline."""
-    import select
-
     return bool(select.select([pidfd], [], [], DEADLINE)[0])
 
 
@@ -256,7 +301,8 @@ def test_other_work_of_the_loop_goes_between_the_messages_of_a_backlog() -> None
 
     async def scenario() -> None:
         worker = LocalWorker(FAKE)
-        worker._exited = asyncio.create_task(asyncio.sleep(DEADLINE))  # type: ignore[arg-type]
+        handle = worker._handle
+        handle.exited = asyncio.create_task(asyncio.sleep(DEADLINE))
         n, turns = 300, 0
 
         def send() -> None:
@@ -280,9 +326,9 @@ def test_other_work_of_the_loop_goes_between_the_messages_of_a_backlog() -> None
             assert isinstance(message, OutputsMsg)
             assert [o.request_id for o in message.unwrap()] == [f"r{i}"]
         assert turns >= n - 1
-        for task in (turning, worker._exited):
+        for task in (turning, handle.exited):
             task.cancel()
-        worker._exited = None
+        handle.exited = None
         await worker.close()
 
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE))

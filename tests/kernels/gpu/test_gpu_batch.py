@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ballast.core.errors import BrokenPromise
-from ballast.core.settings import KvLayout
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import NOWHERE, GpuBatch, Scratch
@@ -31,14 +30,15 @@ class Recorded:
         self.asked.append(("attend", layer, params))
 
 
-def kv(layout: KvLayout = KvLayout.BLOCK_MAJOR) -> GpuKv:
+def kv() -> GpuKv:
     stride = torch.Size(SHAPE).numel() + 48
-    return GpuKv.over(torch.zeros(10 * stride + 7), layout, SHAPE, stride)
+    return GpuKv.over(torch.zeros(10 * stride + 7), SHAPE, stride)
 
 
-@pytest.mark.parametrize("layout", list(KvLayout))
-def test_layouts_cover_memory_without_overlap(layout: KvLayout) -> None:
-    made = kv(layout)
+def test_blocks_cover_memory_without_overlap() -> None:
+    made = kv()
+    inner = 4 * 2 * 8
+    assert made.cache.stride()[:3] == (6 * inner + 48, 2 * inner, inner)
     assert made.cache.shape == (10, *SHAPE)
     places = torch.arange(made.cache.untyped_storage().nbytes() // 4)
     seen = places.as_strided(made.cache.shape, made.cache.stride()).flatten()
@@ -49,19 +49,10 @@ def test_layouts_cover_memory_without_overlap(layout: KvLayout) -> None:
     assert float(made.cache.sum()) == 5.0 * 64 == float(made.cache[3, 1, 1].sum())
 
 
-def test_layouts_differ_in_what_lies_side_by_side() -> None:
-    inner = 4 * 2 * 8
-    assert kv().cache.stride()[:3] == (6 * inner + 48, 2 * inner, inner)
-    piece = 2 * inner + 16
-    assert kv(KvLayout.PER_LAYER).cache.stride()[:3] == (piece, 10 * piece, inner)
-
-
 def test_blocks_that_would_overlap_are_refused() -> None:
     size = torch.Size(SHAPE).numel()
     with pytest.raises(BrokenPromise, match="apart"):
-        GpuKv.over(torch.zeros(4 * size), KvLayout.BLOCK_MAJOR, SHAPE, size - 1)
-    with pytest.raises(BrokenPromise, match="equal pieces"):
-        GpuKv.over(torch.zeros(4 * size), KvLayout.PER_LAYER, SHAPE, size + 1)
+        GpuKv.over(torch.zeros(4 * size), SHAPE, size - 1)
 
 
 def test_padding_does_nothing_and_addresses_stay() -> None:

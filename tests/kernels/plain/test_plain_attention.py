@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballast.core.settings import KvLayout
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.kv import GpuKv
+from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kernels.plain import attention as plain_attention
 from ballast.kernels.plain.attention import PlainAttention
 from tests.kernels.reference import reference
@@ -23,7 +24,7 @@ DIM, BLOCK, LAYERS, KV_HEADS = 8, 4, 2, 2
 class Case:
     """Sequences with random K and V, those of what came before already in blocks in any order."""
 
-    def __init__(self, spans: list[tuple[int, int]], group: int, layout: KvLayout) -> None:
+    def __init__(self, spans: list[tuple[int, int]], group: int) -> None:
         torch.manual_seed(len(spans))
         self.starts, self.counts = [s for s, _ in spans], [n for _, n in spans]
         needed = [-(-(s + n) // BLOCK) for s, n in spans]
@@ -31,7 +32,7 @@ class Case:
         stride = torch.Size(shape).numel() + 16
         # What nothing has written is not a number: it must not be read.
         memory = torch.full((sum(needed) * stride,), float("nan"))
-        self.kv = GpuKv.over(memory, layout, shape, stride)
+        self.kv = GpuKv.over(memory, shape, stride)
         order = torch.randperm(sum(needed)).tolist()
         self.tables = [[order.pop() for _ in range(n)] for n in needed]
         self.whole = [[torch.randn(s + n, KV_HEADS, DIM) for _ in range(2)] for s, n in spans]
@@ -71,7 +72,6 @@ class Case:
     st.sampled_from([None, 1, 7]),
     st.sampled_from([None, 5.0]),
     st.booleans(),
-    st.sampled_from(KvLayout),
 )
 @settings(max_examples=40)
 def test_it_agrees_with_the_reference(
@@ -80,9 +80,8 @@ def test_it_agrees_with_the_reference(
     window: int | None,
     softcap: float | None,
     sunk: bool,
-    layout: KvLayout,
 ) -> None:
-    case = Case(spans, group, layout)
+    case = Case(spans, group)
     sinks = 4 * torch.randn(case.query.shape[1]) if sunk else None
     out, at = case.attend(window, softcap, sinks), 0
     for (k, v), start, n in zip(case.whole, case.starts, case.counts, strict=True):
@@ -91,8 +90,32 @@ def test_it_agrees_with_the_reference(
         at += n
 
 
+def test_blocks_that_lie_elsewhere_in_each_layer_are_found_there() -> None:
+    """Those of the first sequence are read in slots of one layer each, on a block that is free."""
+    case = Case([(13, 1), (6, 3)], 2)
+    expected = case.attend().clone()
+    cache, unit = case.kv.cache, 2 * BLOCK * KV_HEADS * DIM
+    spare = torch.full((2, *cache.stride()[:1]), float("nan"))
+    memory = torch.cat([cache.as_strided((cache.shape[0] * cache.stride(0),), (1,)), *spare])
+    kv = GpuKv.over(memory, tuple(cache.shape[1:]), cache.stride(0))  # type: ignore[arg-type]
+    free, moved = cache.shape[0], case.tables[0][:3]
+    slots = [(free * cache.stride(0) + i * unit) for i in range(3)]
+    for at, block in zip(slots, moved, strict=True):
+        memory[at : at + unit] = kv.cache[block, 1].flatten()
+        kv.cache[block] = float("nan")
+    table = [-1, -2, -3, *case.tables[0][3:]]
+    places = LayerPlaces((-1, -2, -3), 4 * np.array([slots, slots]), 4 * 16)
+    batch = GpuBatch(kv, case.batch.heads, case.batch.bucket, PlainAttention)
+    tables = [table, case.tables[1]]
+    batch.fill([0] * 4, case.starts, case.counts, tables, [0], places=places)
+    case.kv, case.batch = kv, batch
+    assert torch.equal(case.attend(), expected)
+    batch.forget_places()
+    assert batch.blocks(1)[2] is batch.tables
+
+
 def test_rows_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case([(3, 30)], 2, KvLayout.BLOCK_MAJOR)
+    case = Case([(3, 30)], 2)
     whole = case.attend()
     monkeypatch.setattr(plain_attention, "SCORE_BYTES", 7 * 4 * 4 * 33)
     assert torch.allclose(whole, case.attend(), atol=1e-6)

@@ -147,9 +147,9 @@ class GroupMemory(Memory):
 
 
 TestGroup = Group.TestCase
-TestGroup.settings = settings(max_examples=20, stateful_step_count=30)
+TestGroup.settings = settings(max_examples=10, stateful_step_count=30)
 TestGroupMemory = GroupMemory.TestCase
-TestGroupMemory.settings = settings(max_examples=8, stateful_step_count=30)
+TestGroupMemory.settings = settings(max_examples=5, stateful_step_count=30)
 
 
 def test_a_failing_reservation_leaves_no_rank_with_addresses() -> None:

@@ -336,8 +336,8 @@ class CudaLending(Lending):
 
 
 TestNull = Lending.TestCase
-TestNull.settings = settings(max_examples=40, stateful_step_count=50)
+TestNull.settings = settings(max_examples=20, stateful_step_count=50)
 TestReal = RealLending.TestCase
-TestReal.settings = settings(max_examples=15, stateful_step_count=50)
+TestReal.settings = settings(max_examples=8, stateful_step_count=50)
 TestCuda = CudaLending.TestCase
 TestCuda.settings = settings(max_examples=12, stateful_step_count=50)

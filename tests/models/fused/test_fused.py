@@ -101,7 +101,7 @@ def test_prefill_in_chunks_and_decode(pair: Any) -> None:
     reference, served = pair
     tokens = tokens_of(110)
     logits = expected(reference, tokens)
-    table = [8, 3, 11, 1, 6, 0, 2]
+    table = served.table([8, 3, 11, 1, 6, 0, 2])
     for start, end in ((0, 5), (5, 85), (85, 86), (86, 106)):
         work = SequenceWork("a", tokens[start:end].tolist(), start, table, GREEDY)
         close(served.logits(work), logits[end - 1 : end])
@@ -114,15 +114,16 @@ def test_sequences_side_by_side(pair: Any) -> None:
     """A decode, a chunk that samples nothing and a whole prompt in one job."""
     reference, served = pair
     a, b, c = tokens_of(40, 1), tokens_of(30, 2), tokens_of(7, 3)
-    served.logits(SequenceWork("a", a[:39].tolist(), 0, [0, 1, 2], None))
-    served.logits(SequenceWork("b", b[:9].tolist(), 0, [3, 4], None))
+    one, two, three = map(served.table, ([0, 1, 2], [3, 4], [5]))
+    served.logits(SequenceWork("a", a[:39].tolist(), 0, one, None))
+    served.logits(SequenceWork("b", b[:9].tolist(), 0, two, None))
     ours = served.logits(
-        SequenceWork("a", a[39:].tolist(), 39, [0, 1, 2], GREEDY),
-        SequenceWork("b", b[9:25].tolist(), 9, [3, 4], None),
-        SequenceWork("c", c.tolist(), 0, [5], GREEDY),
+        SequenceWork("a", a[39:].tolist(), 39, one, GREEDY),
+        SequenceWork("b", b[9:25].tolist(), 9, two, None),
+        SequenceWork("c", c.tolist(), 0, three, GREEDY),
     )
     close(ours, torch.stack([expected(reference, a)[-1], expected(reference, c)[-1]]))
-    ours = served.logits(SequenceWork("b", b[25:].tolist(), 25, [3, 4], GREEDY))
+    ours = served.logits(SequenceWork("b", b[25:].tolist(), 25, two, GREEDY))
     close(ours, expected(reference, b)[-1:])
 
 

@@ -75,7 +75,7 @@ def test_prefill_in_chunks_and_decode(case: Any) -> None:
     reference, served = case
     tokens = tokens_of(110)
     logits = expected(reference, tokens)
-    table = [8, 3, 11, 1, 6, 0, 2]
+    table = served.table([8, 3, 11, 1, 6, 0, 2])
     for start, end in ((0, 5), (5, 85), (85, 86), (86, 106)):
         work = SequenceWork("a", tokens[start:end].tolist(), start, table, GREEDY)
         close(served.logits(work), logits[end - 1 : end])
@@ -88,15 +88,15 @@ def test_sequences_side_by_side(case: Any) -> None:
     """A decode, a chunk that samples nothing and a whole prompt in one job."""
     reference, served = case
     a, b, c = tokens_of(40, 1), tokens_of(30, 2), tokens_of(7, 3)
-    served.logits(SequenceWork("a", a[:39].tolist(), 0, [0, 1, 2], None))
-    served.logits(SequenceWork("b", b[:9].tolist(), 0, [3, 4], None))
+    served.logits(SequenceWork("a", a[:39].tolist(), 0, served.table([0, 1, 2]), None))
+    served.logits(SequenceWork("b", b[:9].tolist(), 0, served.table([3, 4]), None))
     ours = served.logits(
-        SequenceWork("a", a[39:].tolist(), 39, [0, 1, 2], GREEDY),
-        SequenceWork("b", b[9:25].tolist(), 9, [3, 4], None),
-        SequenceWork("c", c.tolist(), 0, [5], GREEDY),
+        SequenceWork("a", a[39:].tolist(), 39, served.table([0, 1, 2]), GREEDY),
+        SequenceWork("b", b[9:25].tolist(), 9, served.table([3, 4]), None),
+        SequenceWork("c", c.tolist(), 0, served.table([5]), GREEDY),
     )
     close(ours, torch.stack([expected(reference, a)[-1], expected(reference, c)[-1]]))
-    ours = served.logits(SequenceWork("b", b[25:].tolist(), 25, [3, 4], GREEDY))
+    ours = served.logits(SequenceWork("b", b[25:].tolist(), 25, served.table([3, 4]), GREEDY))
     close(ours, expected(reference, b)[-1:])
 
 
@@ -104,7 +104,7 @@ def test_what_is_embedded(case: Any) -> None:
     """What the head would get."""
     reference, served = case
     tokens = tokens_of(20)
-    work = [SequenceWork("a", tokens.tolist(), 0, [0, 1], GREEDY)]
+    work = [SequenceWork("a", tokens.tolist(), 0, served.table([0, 1]), GREEDY)]
     with torch.no_grad():
         theirs = reference.base_model(tokens[None], use_cache=False).last_hidden_state[0, -1:]
     torch.testing.assert_close(served.model.hidden(work).clone(), theirs, rtol=0, atol=1e-4)
@@ -139,7 +139,7 @@ class ComingAndGoing:
 def test_layers_that_come_and_go(case: Any, layers: set[int]) -> None:
     """To the bit as when all are there."""
     _, served = case
-    work = SequenceWork("a", tokens_of(30).tolist(), 0, [4, 2], GREEDY)
+    work = SequenceWork("a", tokens_of(30).tolist(), 0, served.table([4, 2]), GREEDY)
     before = served.logits(work)
     served.model.barriers = ComingAndGoing(served, layers)
     try:
@@ -163,8 +163,8 @@ def test_adapters(kind: str, comes_and_goes: bool, tmp_path: Path) -> None:
         served.model.barriers = ComingAndGoing(served, {0, 2})
     a, b = tokens_of(23, 1), tokens_of(9, 2)
     ours = served.logits(
-        SequenceWork("a", a.tolist(), 0, [0, 1], GREEDY, adapter=0),
-        SequenceWork("b", b.tolist(), 0, [2], GREEDY),
+        SequenceWork("a", a.tolist(), 0, served.table([0, 1]), GREEDY, adapter=0),
+        SequenceWork("b", b.tolist(), 0, served.table([2]), GREEDY),
     )
     with merged(base, adapter):
         adapted = expected(base, a)[-1]
@@ -182,7 +182,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(kind: str, tmp_path: 
     reference.to(torch.bfloat16)
     theirs = expected(reference, tokens)[-1:].float()
     served = Served(tmp_path, model_impl="fused", linear="packed", dtype="bfloat16")
-    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [0, 1, 2, 3], GREEDY))
+    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, served.table([0, 1, 2, 3]), GREEDY))
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
     served.close()
 
@@ -222,7 +222,7 @@ def test_what_the_fast_path_cannot_do_goes_the_general_way(what: str, tmp_path: 
     served = Served(tmp_path, model_impl="auto", linear="auto")
     assert not served.host.fused
     tokens = tokens_of(30)
-    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, [0, 1], GREEDY))
+    ours = served.logits(SequenceWork("a", tokens.tolist(), 0, served.table([0, 1]), GREEDY))
     torch.testing.assert_close(ours, expected(reference, tokens)[-1:], rtol=0, atol=1e-4)
     served.close()
 

@@ -10,6 +10,7 @@ import torch
 
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
+from ballast.core.model import uniform_kv
 from ballast.core.settings import AdapterSettings, ModelSettings
 from ballast.kernels.plain.attention import PlainAttention
 from ballast.kv.layout import Layout
@@ -36,7 +37,7 @@ class OnGpu(Served):
         said = {"model_impl": impl, "linear": "plain", **settings}
         asked = ModelSettings(name=path.name, path=str(path), **said)
         self.host = load_host_model(asked)
-        self.spec = self.host.spec
+        self.host.spec = self.spec = uniform_kv(self.host.spec)
         self.layout = Layout.of(self.spec, 65536)
         device = torch.device("cuda", 0)
         sizes = self.spec.segment_bytes

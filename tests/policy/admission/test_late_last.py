@@ -22,8 +22,8 @@ from ballast.policy.admission.late_last import (
     Overtaken,
     is_late,
 )
-from ballast.policy.market.claims import LONGEST_WAIT
 from ballast.policy.market.offers import oldest
+from ballast.policy.market.starvation import LONGEST_WAIT
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import simulate
 from tests.policy.worlds import device, model, request
@@ -76,6 +76,14 @@ def test_the_oldest_late_request_comes_first_after_a_while() -> None:
     first = queue(waits(1, 30.0, PROMOTED), waits(3, 0.2), waits(2, 20.0, LATE))
     later = replace(first, now=NOW + 2 * LONGEST_WAIT)
     assert PROMOTED not in moves(LateLast()(later, decision.memo).actions).values(), "one at a time"
+
+
+def test_of_late_requests_the_tenant_whose_turn_it_is_comes_first() -> None:
+    """Else one tenant's many late requests hold another's up for ten seconds each."""
+    flood = [waits(n, 30.0 - n, LATE)._replace(turn=50 + n) for n in range(8)]
+    other = waits(9, 12.0, LATE)._replace(turn=42)
+    decision = LateLast()(queue(waits(10, 0.2), *flood, other), Overtaken({"a": 0.0}))
+    assert moves(decision.actions) == {"r9": PROMOTED}
 
 
 def test_a_request_is_late_when_its_prefill_would_end_too_late() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from ballast.core.request import Precedence
 from ballast.policy.compute.deadline import (
     LEAST_CHUNK,
     MOST_CREDIT,
+    MOST_LATE,
     Deadline,
     DeadlineMemo,
     least_chunk,
@@ -140,18 +142,41 @@ def test_others_decode_and_compute_prompts_until_a_stream_has_paused_long_enough
     b = work("b", decodes=[decode(9.0, last=NOW - 0.1)])
     decision = Deadline(longest_gap=0.5)(view(a, b), DeadlineMemo("a", NOW))
     assert decision.model == "a"
-    assert decision.until == pytest.approx(NOW + 0.5 - 0.1 - STEP)
+    assert decision.until == pytest.approx(
+        NOW + 0.5 - 0.1 - 2 * STEP
+    )  # its step, after one of another
     long = work("a", decodes=[decode(9.0, last=NOW)], prompts=[prompt(9, 512, due=60.0)])
     decision = Deadline(longest_gap=0.5)(view(long, b), DeadlineMemo("b", NOW))
     assert decision.model == "a"
-    assert job_seconds(view(long, b), decision) <= 0.5 - 0.1 - STEP + ROUNDING
+    assert job_seconds(view(long, b), decision) <= 0.5 - 0.1 - 2 * STEP + ROUNDING
+
+
+@pytest.mark.parametrize(("late", "kept"), [(0.03, 0.03), (9.0, MOST_LATE * 0.5)])
+def test_a_stream_pauses_less_where_jobs_take_longer_than_expected(
+    late: float, kept: float
+) -> None:
+    a = replace(work("a", decodes=[decode(9.0, last=NOW)]), late=late)
+    b = work("b", decodes=[decode(9.0, last=NOW - 0.1)])
+    decision = Deadline(longest_gap=0.5)(view(a, b), DeadlineMemo("a", NOW))
+    assert decision.until == pytest.approx(NOW + 0.5 - kept - 0.1 - 2 * STEP)
 
 
 def test_steps_that_take_long_leave_half_of_the_lane() -> None:
     works = [work(f"m{i}", decodes=[decode(90.0, last=NOW - 0.5)]) for i in range(20)]
     decision = Deadline(longest_gap=0.01)(view(*works), DeadlineMemo("m3", NOW))
     assert decision.model == "m3"
-    assert decision.until == pytest.approx(NOW + 2 * 20 * STEP - 0.5 - STEP)
+    assert decision.until == pytest.approx(NOW + 2 * 20 * STEP - 0.5 - 2 * STEP)
+
+
+@pytest.mark.parametrize("due", [NOW - 1.0, NOW + 0.01], ids=["late", "urgent"])
+def test_prompts_that_are_late_or_urgent_hold_no_stream_up(due: float) -> None:
+    a = work("a", prompts=[prompt(9, 512, due=due)])
+    b = work("b", decodes=[decode(9.0, last=NOW - 0.1)])
+    held = view(a, b)
+    decision = Deadline(longest_gap=0.2)(held, DeadlineMemo("a", NOW, credit=1.0))
+    assert decision.model == "a"
+    assert job_seconds(held, decision) <= 0.2 - 0.1 - STEP + ROUNDING
+    assert job_seconds(held, by_slack()(held, DeadlineMemo("a", NOW, credit=1.0))) > 0.2
 
 
 # -- batches ----------------------------------------------------------------------------------

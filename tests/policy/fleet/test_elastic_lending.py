@@ -110,13 +110,13 @@ def test_pages_that_their_borrower_needs_no_more_go_home() -> None:
         assert asked(decision) == expected, now
 
 
-def test_a_device_that_forgets_prefixes_borrows_room_for_as_many() -> None:
+def test_a_device_that_misses_prefixes_borrows_room_for_as_many() -> None:
     a = device("a", 0, kv=99, cached=60)
-    a = replace(a, hosting=(replace(a.hosting[0], forgotten_blocks=7),))
+    a = replace(a, hosting=(replace(a.hosting[0], missed_blocks=7),))
     seen = view(0.0, a, device("b", 50))
     assert asked(ElasticLending()(seen, None)) == [("LendPages", "b", "a", 7)]
     (lend,) = ElasticLending()(seen, None).actions
-    assert lend.why == "a has forgotten prefixes of 7 pages, b can spare 50"
+    assert lend.why == "a misses prefixes of 7 pages, b can spare 50"
     ahead = replace(a, hosting=(replace(a.hosting[0], traffic=Traffic(1.0, 5 * 16, 0)),))
     assert decide(ElasticLending(), ahead, device("b", 50)) == [("LendPages", "b", "a", 7 + 5)]
     short = device("c", 0, waiting=1, tokens=46 * 16)  # requests come first
@@ -127,7 +127,7 @@ def test_a_device_that_forgets_prefixes_borrows_room_for_as_many() -> None:
     assert decide(ElasticLending(published=1), a, device("b", 50)) == []
     # What has been lent for that stays, though it is not used yet.
     policy, lease = ElasticLending(window=10.0), LeaseView("b", "a", 7, 0)
-    calm = replace(a, hosting=(replace(a.hosting[0], forgotten_blocks=0),))
+    calm = replace(a, hosting=(replace(a.hosting[0], missed_blocks=0),))
     memo: object = None
     for now in range(12):
         seen = view(float(now), a if now == 10 else calm, device("b", 50))
@@ -181,3 +181,21 @@ def test_the_preset_has_the_fleet_policys_options() -> None:
     assert preset.fleet == ElasticLending(published=1, master=2)
     assert preset.values["published"] == 1
     assert resolve("swiftcache").fleet == ElasticLending()
+
+
+def test_prefixes_that_nobody_misses_make_way_for_those_that_somebody_misses() -> None:
+    """A lender whose cache fills its memory with prefixes of one use has all of it to spare."""
+    policy = ElasticLending(window=10.0)
+    a = device("a", 0, kv=99, cached=60)
+    a = replace(a, hosting=(replace(a.hosting[0], missed_blocks=30),))
+    full = device("b", 2, kv=98, cached=90)
+    decision = policy(view(0.0, a, full), None)
+    assert asked(decision) == [("LendPages", "b", "a", 30)]
+    # It misses some of what it gave up: it takes as much back, and gives up no more for a while.
+    lease, memo = LeaseView("b", "a", 30, 0), decision.memo
+    misses = replace(full, hosting=(replace(full.hosting[0], missed_blocks=4),))
+    decision = policy(view(1.0, a, misses, leases=[lease]), memo)
+    assert asked(decision) == [("RecallPages", "b", "a", 4)]
+    decision = policy(view(2.0, a, full, leases=[lease]), decision.memo)
+    assert asked(decision) == [("LendPages", "b", "a", 2)]
+    assert asked(policy(view(12.0, a, full, leases=[lease]), decision.memo))[0][3] == 30

@@ -11,7 +11,7 @@ from ballast.core.actions import Compact, Decision, DropCache, Preempt, Promise,
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.market.claims import LONGEST_WAIT
+from ballast.policy.market.starvation import LONGEST_WAIT
 from ballast.policy.memory.balloon import Balloon
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.mirage import Mirage

@@ -10,8 +10,8 @@ from ballast.core.actions import Hold, Promise
 from ballast.core.request import Precedence
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.market.claim_and_offer import Claim
-from ballast.policy.market.claims import LONGEST_WAIT
 from ballast.policy.market.fair_shares import fair_shares, share_out, younger_requests_by_share
+from ballast.policy.market.starvation import LONGEST_WAIT
 from ballast.policy.memory.balloon import Balloon
 from tests.policy.worlds import device, kind, model, request
 

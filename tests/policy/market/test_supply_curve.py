@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.core.actions import Preempt
 from ballast.core.traffic import TrafficStats
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.market.claim_and_offer import Claim, Offer
@@ -19,6 +20,7 @@ from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import ListedOffers, SupplyCurve
 from ballast.policy.memory import arbiter
 from ballast.policy.memory.arbiter import Arbiter
+from ballast.policy.supply.parked_models import ParkedModels
 from tests.policy import worlds
 from tests.policy.worlds import device, layered, model, request
 
@@ -120,8 +122,8 @@ def test_decisions_are_those_of_curves_made_anew(seed: int) -> None:
     memo: object = None
     for _ in range(3):
         view = random_view(rng, models)
-        kept = Arbiter(fair_shares=0)(view, memo)
-        anew = AskedAnew(fair_shares=0)(unknown(view), memo)
+        kept = Arbiter()(view, memo)
+        anew = AskedAnew()(unknown(view), memo)
         assert kept == anew
         memo = kept.memo
         changed = rng.randrange(len(models))  # one model alone is another before the next
@@ -139,6 +141,47 @@ def test_a_device_without_open_claims_is_not_looked_ahead_for(
     monkeypatch.setattr(Outlook, "work", property(unexpected))
     busy = model("busy", kv=9, running=(request(1, pages=3, generated=3),))
     assert Arbiter()(device(busy, model("idle"), free=0), None).actions == ()
+
+
+def asked_often(m: ModelView) -> ModelView:
+    traffic = m.traffic
+    for at in range(50):
+        traffic = traffic.arrived(NOW - 0.1 * at)
+    return replace(m, traffic=traffic)
+
+
+@given(st.integers(0, 2**32))
+def test_no_offer_of_parking_costs_less_than_its_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    models = [random_model(rng, f"m{i}", 100 * i, scarce=True) for i in range(3)]
+    models = [worlds.in_parts(asked_often(m), 4, 4, 4) for m in models]
+    view = replace(random_view(rng, models), total=60)
+    waiting = next((m for m in models if m.waiting), models[0])
+    order = (*waiting.waiting, *waiting.running)[0].order
+    turn = rng.choice([None, 0.0, 0.3, 40.0])
+    for lacked in (1, 3, 30):
+        claim = Claim(waiting.name, order, lacked, may_preempt=True, admission=True)
+        parked = ParkedModels(Outlook(view, turn=turn, parked=turn))
+        prices = [price for price, _ in parked.cheapest(PageBudget(view), claim, lacked)]
+        assert prices == sorted(prices)
+
+
+def test_parking_is_not_priced_where_requests_cost_less_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = [request(i, arrival=50.0, pages=9, generated=5)._replace(due=40.0) for i in range(9)]
+    first = request(99, arrival=10.0, pages=1, generated=3)
+    m = worlds.in_parts(model("m", kv=90, running=(first, *late)), 5, 5)
+    view = device(m, free=0, total=400)
+    lacking = Shortage("m", first.id, 1, limited=False)
+    view = replace(view, now=NOW, shortages=(lacking,))
+
+    def unexpected(*_: object) -> None:
+        raise AssertionError("nothing is parked")
+
+    monkeypatch.setattr(ParkedModels, "_parkings", property(unexpected))
+    (undone,) = Arbiter()(view, None).actions
+    assert isinstance(undone, Preempt)
 
 
 def test_what_is_taken_in_part_is_priced_again() -> None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from ballast.core.actions import Preempt
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
-from ballast.policy.memory.arbiter import STARVES_AFTER, Absences, Arbiter
+from ballast.policy.market.outlook import Outlook
+from ballast.policy.market.starvation import LONGEST_WAIT
+from ballast.policy.memory.arbiter import STARVES_AFTER, Absences, Arbiter, _gains_of_coming
 from ballast.policy.plans import activation
 from tests.policy.worlds import device, evicted, in_parts, kind, model, request
 
@@ -30,7 +32,7 @@ def at_100(*models: ModelView, free: int = 0, **more: object) -> DeviceView:
 
 
 def acts(view: DeviceView, policy: Arbiter | None = None) -> list[object]:
-    return list((policy or Arbiter(fair_shares=0))(view, None).actions)
+    return list((policy or Arbiter())(view, None).actions)
 
 
 def urgent(sequence: int) -> RequestView:
@@ -78,13 +80,39 @@ def test_the_first_of_all_is_never_parked_nor_preempted() -> None:
 
 
 def test_a_model_that_got_nothing_for_long_is_served() -> None:
-    hopeless = request(5, arrival=100.0 - STARVES_AFTER - 1)
-    wanting = model("w", ABSENT, pages=8, waiting=(hopeless,), first=1)
+    """Ten seconds where a request has had no token, though others came since and can be in time;
+    longer where all have begun."""
     others = parted(model("o", pages=40, kv=2, running=(decoding(6, 0.2, arrival=99.0),)))
-    found = acts(at_100(FIRST, others, wanting))
-    assert [a.model for a in found if kind(a) == "Evict"] == ["o"]
-    soon = replace(wanting, waiting=(request(5, arrival=110.0 - STARVES_AFTER),))
-    assert not [a for a in acts(at_100(FIRST, others, soon)) if kind(a) == "Evict"]
+    new, begun = request(5), request(5, generated=1)
+    fresh = request(9, arrival=99.9)._replace(due=1e3)  # it can wait
+    for waited, asked, served in (
+        (LONGEST_WAIT + 1, (new,), True),
+        (LONGEST_WAIT - 1, (new,), False),
+        (LONGEST_WAIT + 1, (fresh, new), True),
+        (LONGEST_WAIT - 1, (fresh, new), False),
+        (STARVES_AFTER + 1, (begun,), True),
+        (STARVES_AFTER - 1, (begun,), False),
+        (STARVES_AFTER + 1, (fresh, begun), True),
+    ):
+        since = 100.0 - waited
+        late = asked[-1]._replace(last=since, order=asked[-1].order._replace(arrival=since))
+        wanting = model("w", ABSENT, pages=8, waiting=(*asked[:-1], late), first=1)
+        found = acts(at_100(FIRST, others, wanting))
+        assert [a.model for a in found if kind(a) == "Evict"] == ["o"] * served, (waited, asked)
+
+
+def test_a_model_with_requests_is_owed_what_no_request_uses() -> None:
+    """After ten seconds without a token, at any price; but not what others use."""
+    late = request(5, arrival=100.0 - LONGEST_WAIT - 1, generated=1)
+    wanting = model("w", ABSENT, pages=8, waiting=(late,), first=1)
+    popular = parted(model("i", pages=20, last_used=99.9))
+    for at in range(9):
+        popular = replace(popular, traffic=popular.traffic.arrived(91.0 + at))
+    used = parted(model("o", pages=20, kv=2, running=(decoding(6, 0.2, arrival=99.0),)))
+    assert evicted(acts(at_100(FIRST, popular, used, wanting))) == {"i": 10}
+    assert evicted(acts(at_100(FIRST, used, wanting))) == {}
+    soon = replace(wanting, waiting=(request(5, arrival=101.0 - LONGEST_WAIT),))
+    assert evicted(acts(at_100(FIRST, popular, used, soon))) == {}
 
 
 def test_a_running_request_that_cannot_go_on_preempts_a_later_one() -> None:
@@ -98,7 +126,7 @@ def test_a_source_can_be_switched_off() -> None:
     wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
     ahead = parted(model("ahead", pages=40, kv=2, running=(decoding(1, 20.0),)))
     view = at_100(FIRST, ahead, wanting)
-    assert acts(view, Arbiter(fair_shares=0, parking=0)) == []
+    assert acts(view, Arbiter(parking=0)) == []
 
 
 def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
@@ -108,12 +136,13 @@ def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
         for i, name in enumerate(("a", "b", "c"), 1)
     ]
     (parked,) = [a for a in acts(at_100(FIRST, *models, wanting)) if kind(a) == "Evict"]
-    reason, cost, gain, untaken = parked.why.split("; ")
+    reason, late, untaken = parked.why.split("; ")
     assert reason == "its requests can wait until w had its turn"
-    assert re.fullmatch(r"costs \S+ expected misses, \S+ a page", cost)
-    assert gain.startswith("the claim gains ")
+    assert re.fullmatch(r"expected late requests: [\w .]+ by it, [\d.]+ without it", late)
     names = {"a", "b", "c"} - {parked.model}
-    assert re.fullmatch(r"next best, a page: weights of (\w) \S+, weights of (\w) \S+", untaken)
+    number = r"(under )?[\d.]+"
+    named = f"weights of \\w {number}, weights of \\w {number}"
+    assert re.fullmatch(f"next best for as many pages: {named}", untaken)
     assert all(f"weights of {name} " in untaken for name in names)
 
 
@@ -162,12 +191,27 @@ def test_a_model_is_parked_for_kv_only_if_all_that_wait_lose_more_together() -> 
 def test_absences_of_models_with_requests_are_learned() -> None:
     waits = model("w", ABSENT, pages=8, waiting=(request(9, arrival=99.9),), first=1)
     others = parted(model("o", pages=40, kv=2, running=tuple(decoding(i, 0.1) for i in range(9))))
-    policy = Arbiter(fair_shares=0)
+    policy = Arbiter()
     first = policy(at_100(FIRST, others, waits), None).memo
     assert isinstance(first, Absences)
     assert (first.since, first.mean) == ({"w": 100.0}, None)
     back = replace(at_100(FIRST, others, replace(waits, residency=Residency.RESIDENT)), now=104.0)
     assert first.updated(back).mean == 4.0
+    late = replace(waits, waiting=(request(9, arrival=90.0),))
+    lost = first.updated(at_100(FIRST, others, late))
+    assert (lost.since, lost.mean) == ({}, None), "nobody hurries to end it"
+    never = policy(at_100(FIRST, others, late), None).memo
+    assert isinstance(never, Absences)
+    assert never.since == {}
+
+
+def test_what_finds_no_way_to_come_makes_parking_others_no_dearer() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
+    streams = tuple(decoding(n, 3.0) for n in range(1, 5))
+    ahead = parted(model("ahead", pages=40, kv=2, running=streams))
+    for since in ({}, {"w": 90.0}):
+        decision = Arbiter()(at_100(FIRST, ahead, wanting), Absences(since=since, mean=0.5))
+        assert evicted(decision.actions) == {"ahead": 12}
 
 
 def test_weights_that_leave_free_pages_to_kv_come_onto_others() -> None:
@@ -179,3 +223,13 @@ def test_weights_that_leave_free_pages_to_kv_come_onto_others() -> None:
     found = acts(at_100(FIRST, wanting, queue, idle, free=9))
     assert evicted(found) == {"i": 4}
     assert "Activate" in map(kind, found)
+
+
+def test_a_turn_may_take_longer_than_its_mean() -> None:
+    """A request with slack for half as much again gains by coming now."""
+    waits = request(9, arrival=99.9)._replace(due=103.0)
+    wanting = model("w", ABSENT, pages=8, waiting=(waits,), first=1)
+    view = at_100(FIRST, wanting)
+    (gain,) = _gains_of_coming(Outlook(view, turn=2.0), [view.model("w")])
+    assert 0.2 < gain < 0.5
+    assert _gains_of_coming(Outlook(view, turn=0.5), [view.model("w")])[0] < 0.05

@@ -58,7 +58,7 @@ def test_the_least_recently_used_goes_and_no_more_than_are_needed() -> None:
 
 def test_a_busy_model_stays_for_its_quantum_then_drains_and_goes() -> None:
     busy = reserved("a", running=(request(0, pages=1),), kv=1)
-    view = device(busy, wants("b"), free=9, total=24)
+    view = device(busy, wants("b", arrival=5.0), free=9, total=24)
     first = decide(view)
     assert not evicted(first)
     assert not [a for a in first.actions if isinstance(a, Hold)]
@@ -71,6 +71,19 @@ def test_a_busy_model_stays_for_its_quantum_then_drains_and_goes() -> None:
     over = decide(replace(later, models=(empty, wants("b")), free=10), draining.memo)
     assert evicted(over) == ["a"]
     assert activated(over) == ["b"]
+
+
+def test_a_busy_model_makes_way_at_once_for_one_that_owes_a_first_token() -> None:
+    """Also where a request that came just now is the first of its queue."""
+    busy = reserved("a", running=(request(0, pages=1),), kv=1)
+    owing = wants("b", arrival=0.5)
+    owing = replace(owing, waiting=(request(9, arrival=9.9), *owing.waiting))
+    view = device(busy, owing, free=9, total=24)
+    before = {"a": 0.0}
+    early = decide(view, before)
+    assert (evicted(early), early.wake_at) == ([], 10.5)
+    late = decide(replace(view, now=10.6), before)
+    assert (evicted(late), activated(late)) == (["a"], ["b"])
 
 
 def test_a_model_is_held_no_longer_than_somebody_waits() -> None:

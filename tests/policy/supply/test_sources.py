@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ballast.core.actions import DropCache, Preempt, Reside
+from ballast.core.actions import DropCache, Preempt, Reside, Stage
+from ballast.core.cost import StepCosts
 from ballast.core.rotation import WHOLE
-from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
-from ballast.policy.memory.arbiter import Arbiter
+from ballast.core.view import (
+    DeviceView,
+    ModelView,
+    RequestView,
+    Residency,
+    Shortage,
+    StagingView,
+)
+from ballast.policy.memory.arbiter import Absences, Arbiter
 from tests.policy.worlds import device, layered, model, request
 
 NOW = 100.0
@@ -28,7 +36,7 @@ def short(*models: ModelView, pages: int = 2, link: float = 1e9, tiers: float = 
 
 
 def taken(view: DeviceView, **options: float) -> list[object]:
-    policy = Arbiter(fair_shares=0, **{"streaming": 1, **options})
+    policy = Arbiter(**{"streaming": 1, **options})
     return [a for a in policy(view, None).actions if not hasattr(a, "held")]
 
 
@@ -69,7 +77,7 @@ def test_layers_whose_loads_steps_hide_are_lent_before_work_is_undone() -> None:
     (remap,) = taken(view)
     assert isinstance(remap, Reside)
     assert remap.plan.rotation.n_freed == 1
-    assert "expected misses" in remap.why
+    assert "expected late requests" in remap.why
     assert preempted(view, streaming=0) == ["r1"]
 
 
@@ -113,3 +121,57 @@ def test_weights_read_in_place_come_home_when_there_is_room() -> None:
     assert isinstance(home, Reside)
     assert not home.plan.in_place
     assert taken(replace(device(there, free=12), now=NOW), in_place=1) == []
+
+
+def test_a_request_is_not_preempted_again_before_it_has_got_on() -> None:
+    """It has been computed again, and decoded for longer than that takes."""
+    costs = StepCosts(1e-3, 1e-3, 0.0, 0.0, 0.0)  # 40 tokens: as long as 41 steps
+    again = running(1, ahead=9.0)
+    for since, undone in ((0, []), (40, []), (42, [again.id])):
+        back = again._replace(undone=again.tokens, tokens=again.tokens + since)
+        m = replace(model("m", kv=8, running=(FIRST, back)), costs=costs)
+        assert preempted(short(m)) == undone, since
+    never = replace(model("m", kv=8, running=(FIRST, again)), costs=costs)
+    assert preempted(short(never)) == [again.id]
+
+
+def returning(free: int, since: float = 1.0, **options: float) -> list[object]:
+    """What is done for a model that made way, whose last request was so many seconds ago."""
+    away = model("w", Residency.ABSENT, pages=40)
+    traffic = away.traffic
+    for at in range(20):
+        traffic = traffic.arrived(NOW - since - 2.0 * (19 - at))
+    view = replace(device(replace(away, traffic=traffic), free=free), now=NOW)
+    policy = Arbiter(**options)
+    seen = policy(view, Absences(gone=frozenset("w")))
+    assert Arbiter()(view, Absences()).actions == (), "it was never asked for"
+    return list(seen.actions)
+
+
+def test_weights_that_made_way_come_back_where_a_request_is_likely_and_pages_are_free() -> None:
+    (came,) = returning(free=90)
+    assert isinstance(came, Reside)
+    assert came.plan.runnable
+    assert "a request is expected" in came.why
+    assert returning(free=90, prewarming=0) == []
+    assert returning(free=42) == [], "a tenth of all stays free"
+    assert returning(free=90, since=600.0) == []
+
+
+def staging(bytes_per_second: float, **options: float) -> list[object]:
+    """What is done where blocks of a running model can go to the host, over a link of such rate."""
+    long = running(1, tokens=400, ahead=0.3)
+    m = layered(model("m", kv=40, running=(FIRST, long)), decode=40e-3)
+    m = replace(m, staging=StagingView(0, 80, 1000, 1, 0, False), rotatable=(), layer_pages=0)
+    m = replace(m, costs=replace(m.costs, per_token=2e-3))
+    return taken(short(m, link=bytes_per_second), streaming=0, **options)
+
+
+def test_blocks_whose_copies_steps_hide_go_to_the_host_before_work_is_undone() -> None:
+    (staged,) = staging(1e9, staging=1)
+    assert isinstance(staged, Stage)
+    assert "expected late requests" in staged.why
+    assert [type(a) for a in staging(1e9)] == [Preempt]
+    assert [type(a) for a in staging(1e6, staging=1)] == [Preempt]
+    assert Arbiter(staging=1).requires.kv_staging
+    assert not Arbiter().requires.kv_staging

@@ -28,8 +28,8 @@ from ballast.server.http.connection_limits import (
     limited,
 )
 from ballast.server.http.file_limit import OTHER_FILES, SPARE
+from ballast.server.http_server import HttpServer
 from ballast.server.observe.request_watch import Watch
-from ballast.server.serve import HttpServer
 from tests.server.observe.test_metrics import Scraped
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -65,6 +65,11 @@ class Client:
     def say(self, data: bytes) -> None:
         self._writer.write(data)
 
+    async def is_heard(self) -> None:
+        """Returns when the server, on the same loop, has read what was said."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+
     async def closed(self) -> bool:
         """Waits for the server to close it; whether it did so without a word."""
         try:
@@ -97,6 +102,7 @@ async def serving(
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=1,
+        timeout_keep_alive=600,
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         http = HttpServer(config)
@@ -123,11 +129,16 @@ def test_a_head_that_does_not_end_ends_its_connection(
 ) -> None:
     async def scenario() -> None:
         connections = Connections(lambda: 10)
-        async with serving(connections, head_seconds=1.0, base=base) as connect:
+        loop, late = asyncio.get_running_loop(), 0.0
+        real = loop.time
+        loop.time = lambda: real() + late  # type: ignore[method-assign]
+        async with serving(connections, head_seconds=300.0, base=base) as connect:
             client = await connect()
             if said.startswith(REQUEST):
                 assert await client.ask()
             client.say(said.removeprefix(REQUEST))
+            await client.is_heard()
+            late = 300.0
             assert await client.closed()
         assert connections.open == 0
 

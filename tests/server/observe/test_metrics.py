@@ -48,6 +48,7 @@ class Facts:
         self.down: str | None = None
         self.restarts = self.moved_in = 0
         self.requests: list[str] = []
+        self.host = ""
 
     def items(self) -> list[tuple[str, Facts]]:
         return [("cpu:0", self)]
@@ -255,3 +256,13 @@ def test_the_server_process_is_measured() -> None:
     result = Scraped()
     for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"):
         assert result.one(f"process_{name}") > 0
+
+
+def test_hosts_are_sums_of_their_devices() -> None:
+    facts = Facts(device(model("a")))
+    assert Scraped(facts).samples("ballast_host_devices") == []
+    facts.host, facts.requests = "two", ["a request"]
+    result = Scraped(facts)
+    assert result.samples("ballast_device_host") == [({"device": "cpu:0", "host": "two"}, 1)]
+    assert result.samples("ballast_host_devices") == [({"host": "two"}, 1)]
+    assert result.samples("ballast_host_open_requests") == [({"host": "two"}, 1)]

@@ -10,7 +10,7 @@ import msgspec
 
 from ballast.core.clock import VirtualClock
 from ballast.core.settings import KeySettings
-from ballast.server.http.request_context import Caller, RequestContext
+from ballast.server.http.request_context import MOST_SHOWN, Caller, RequestContext, RequestTexts
 from ballast.server.observe.latency import Timing
 from ballast.server.observe.recent_requests import KEPT, RecentRequests
 from ballast.server.openai.records import Usage
@@ -54,11 +54,12 @@ def test_a_request_waits_generates_and_ends() -> None:
         None,
     )
     assert (one.ttft, one.tpot, one.queued, one.seconds) == (None, None, None, None)
-    timing.first, timing.last, timing.queued = 12.0, 14.0, 0.5
+    timing.first, timing.last, timing.queued, timing.activating = 12.0, 14.0, 0.5, 0.25
     answer.usage, context.status = Usage.of(30, 5, 20, fetched={"host": 12}), 200
     clock.advance_to(14.0)
     (one,) = requests.listed(9).open
     assert (one.state, one.ttft, one.tpot, one.queued) == ("generating", 2.0, 0.5, 0.5)
+    assert one.activating == 0.25
     assert one.cached_tokens_by_tier == {"device": 8, "host": 12}
     answer.finish_reasons = ("stop",)
     end(requests, context, clock)
@@ -95,3 +96,27 @@ def test_what_asks_no_model_is_not_listed_and_the_ended_ones_are_bounded() -> No
     assert [one.request_id for one in requests.listed(2).ended] == ["r204", "r203"]
     assert requests.listed(0).ended == []
     assert len(requests.listed(KEPT * 2).ended) == KEPT
+
+
+def test_lengths_of_what_was_answered_are_kept_to_be_simulated() -> None:
+    clock = VirtualClock(1.0)
+    requests = RecentRequests(clock)
+    for model, output in (("a", 7), ("b", 0), ("c", 9)):
+        context = asked(clock, answer=Answer(model, Usage.of(30, output, 0)))
+        clock.advance_to(clock.now() + 1.0)
+        end(requests, context, clock)
+    assert requests.trace() == [(1.0, "a", 30, 7), (3.0, "c", 30, 9)]
+
+
+def test_texts_are_listed_for_the_operator_alone() -> None:
+    clock = VirtualClock()
+    requests, context = RecentRequests(clock), asked(clock, answer=Answer())
+    context.texts = RequestTexts("the prompt")
+    context.texts.add("x" * 5000 + "the end")
+    requests.arrived(context)
+    assert b'prompt":"the' not in msgspec.json.encode(requests.listed(9))
+    end(requests, context, clock)
+    assert b"the end" not in msgspec.json.encode(requests.listed(9))
+    (one,) = requests.listed(9, texts=True).ended
+    assert isinstance(one.texts, RequestTexts)
+    assert (one.texts.prompt, len(one.texts.output)) == ("the prompt", MOST_SHOWN)
