@@ -7,8 +7,9 @@ EXTRAS ?=
 PYTHON := $(VENV)/bin/python
 READY  := $(VENV)/.ballast-ready
 DEV    := $(VENV)/.ballast-ready-dev
+REAL   := $(VENV)/.ballast-ready-demo
 
-.PHONY: setup demo serve test check docs bench clean
+.PHONY: setup demo serve test coverage check docs bench wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,8 +17,10 @@ help:
 	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (4 minutes)"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
 	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"
+	@echo "make coverage   the same, and which lines of ballast they ran (kernels and workers' processes apart)"
 	@echo "make check   the gate: format, lint, types, import contracts, docs, all tests, README"
 	@echo "make docs    the documentation as a site, under out/site"
+	@echo "make wheel   build the wheel, install it into a fresh environment, and serve with it"
 	@echo "make bench   the quick form of the benchmarks, results under out/"
 
 setup:
@@ -29,10 +32,13 @@ $(READY): pyproject.toml scripts/constraints.txt
 $(DEV): pyproject.toml scripts/constraints.txt
 	@VENV=$(VENV) scripts/setup dev
 
-demo: $(READY)
+$(REAL): pyproject.toml scripts/constraints.txt
+	@VENV=$(VENV) scripts/setup demo
+
+demo: $(REAL)
 	$(VENV)/bin/ballast demo
 
-$(FLEET): | $(READY)
+$(FLEET): | $(REAL)
 	$(VENV)/bin/ballast fleet make $(dir $(FLEET))
 
 serve: $(READY) $(FLEET)
@@ -40,6 +46,10 @@ serve: $(READY) $(FLEET)
 
 test: $(DEV)
 	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile
+
+# Twice as slow as `make test`. Machine code and processes that tests start are not traced.
+coverage: $(DEV)
+	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --cov ballast --cov-report term:skip-covered
 
 check: $(DEV)
 	@VENV=$(VENV) scripts/check -n $(JOBS) --dist loadfile
@@ -50,6 +60,9 @@ docs: $(DEV)
 bench: $(DEV)
 	@mkdir -p out
 	$(PYTHON) -m benchmarks.fleet --quick --json out/fleet.json
+
+wheel:
+	@$${BALLAST_PYTHON:-python3} scripts/try_wheel.py
 
 clean:
 	rm -rf out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,13 +1,15 @@
 """What each part of `ballast` is worth: its sources and estimates off in turn, and wrong.
 
 Workloads are those of `arbiter_sim`, each at a rate about its knee, and, for estimates that are
-wrong by three times either way, many more of the same kinds, by seed. Seeds are paired.
+wrong by three times either way, many more of the same kinds, by seed. Seeds are paired. Estimates
+of traffic are wrong for all who read them, the order of compute and admission among them.
 
 `source.X`, `estimate.X`: points of attainment that are lost without X, in the mean over workloads
 and seeds, and the most over workloads; `added.X` is likewise what a source that is off by default
 would gain. `wrong.X`: the least over workloads of attainment less that
 of `recompute` in the same order of compute, with X wrong by a third and by three times (goal: not
-less than -2 points).
+less than -2 points). `estimate.survival`: cached prefixes are as likely to be used again, however
+old.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ballast.policy.presets import resolve
+from ballast.policy.presets import option_names, resolve
+from ballast.sim.distorted_traffic import Distortion
 from benchmarks.arbiter_workloads import WORKLOADS
 from benchmarks.common import finish, options, verdict
 from benchmarks.headroom import attained
@@ -30,7 +33,9 @@ from benchmarks.headroom import attained
 SOURCES = ("reuse", "idle", "parking", "preempting")
 ADDED = ("streaming", "in_place")
 """Sources that are off by default: what is lost without them is what they would gain."""
-ESTIMATES = ("arrivals", "lengths", "reused", "freed")
+TRAFFIC = ("arrivals", "lengths", "reused")
+"""Estimates of traffic (`sim.distorted_traffic`)."""
+ESTIMATES = (*TRAFFIC, "freed")
 WRONG = (1 / 3, 3.0)
 """Factors of an estimate that is wrong."""
 RATE = 8.0
@@ -40,21 +45,25 @@ GOAL_POINTS = -2.0
 QUICK = ("bursty", "long_tail", "multi_turn")
 
 Case = tuple[str, int, str, tuple[tuple[str, float], ...]]
-"""A workload, its seed, a preset and its options."""
+"""A workload, its seed, a preset, and its options and factors of estimates."""
 
 
 def measure(seconds: float, case: Case) -> float:
     """Return the share of requests that attain their service levels in one run."""
     workload, seed, preset, given = case
-    of = WORKLOADS[workload]
-    return attained(of, of.make(RATE, seconds, seed), resolve(preset, dict(given)))
+    of, known = WORKLOADS[workload], option_names(preset)
+    work = of.make(RATE, seconds, seed)
+    options = {name: factor for name, factor in given if name in known}
+    factors = {name: factor for name, factor in given if name not in known}
+    estimates = Distortion(**factors).impose if factors else None
+    return attained(of, work, resolve(preset, options), estimates=estimates)
 
 
 def ablations() -> dict[str, tuple[tuple[str, float], ...]]:
     """Return the options of each ablation, by its name in the result."""
     off: dict[str, tuple[tuple[str, float], ...]]
     off = {f"source.{name}": ((name, 0.0),) for name in SOURCES}
-    return off | {f"estimate.{name}": ((name, 0.0),) for name in ESTIMATES}
+    return off | {f"estimate.{name}": ((name, 0.0),) for name in (*ESTIMATES, "survival")}
 
 
 def lost(

@@ -5,7 +5,8 @@ first seed, and twice that. A *cell* is a workload at a rate. Seeds are paired. 
 each cell, the better of its own order of compute and `deadline`, on the first seed, and the same
 options as ours. Rivals more than ten points behind the best after that seed are not run on further
 ones. With `--state FILE` results are kept there, and a run that was stopped goes on. `--quick`:
-fewer rivals, one seed, 15 s of arrivals.
+fewer rivals, one seed, 10 s of arrivals, knees by powers of two of one preset, and orders of
+compute chosen at the knee alone.
 
 `worst_vs_best_other`: the least over cells of attainment less that of the best rival, in points, of
 means over seeds. `headroom_closed`: the mean, over cells in which eight times the memory brings a
@@ -22,7 +23,7 @@ import hashlib
 import json
 import math
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -43,17 +44,19 @@ from benchmarks.rate_curves import Curve
 OURS = "ballast"
 RIVALS = ("recompute", "balloon", "prism", "lru", "mirage", "kvswap", "swap", "static")
 """Presets of the papers that serve several models from one device."""
-QUICK_RIVALS = RIVALS[:4]
+QUICK_RIVALS = RIVALS[:3]
 ORDERS = ("round-robin", "deadline")
 """Each rival has the better of these."""
 ROWS = {rival: tuple(f"{rival}+{order}" for order in ORDERS) for rival in RIVALS}
 COMPARED = defaults(OURS, *chain.from_iterable(ROWS.values()))
 OWN = (
+    "admission/least_harm.py",
     "memory/arbiter.py",
     "market/clearing.py",
-    "market/distortion.py",
     "market/harm.py",
+    "fleet/by_price.py",
     "market/outlook.py",
+    "market/published_prices.py",
     "market/work_ahead.py",
     "supply/",
     "presets.py",
@@ -71,6 +74,10 @@ BEHIND = 0.1
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Quantiles for 95 % intervals by the number of seeds."""
 
+Shares = dict[str, list[float]]
+"""Attainment by preset and seed."""
+Cells = dict[tuple[str, float], Shares]
+"""By workload and rate."""
 Runs = dict[str, float]
 """Attainment by key: workload, rate, preset, seed."""
 
@@ -83,9 +90,8 @@ def measure(seconds: float, workload: str, rate: float, row: str, seed: int) -> 
     """Return the share of requests that attain their service levels in one run."""
     of = WORKLOADS[workload]
     work = of.make(rate, seconds, seed)
-    if row == AMPLE:
-        presets = map(resolve, KNEE_OF)
-        return max(attained(of, work, preset, ample=True) for preset in presets)
+    if row.startswith(AMPLE):
+        return attained(of, work, resolve(row.removeprefix(AMPLE).strip()), ample=True)
     return attained(of, work, resolve(row, COMPARED.options(row)))
 
 
@@ -140,30 +146,48 @@ def is_own(file: str) -> bool:
     return any(file.startswith(f"ballast/policy/{own}") for own in OWN)
 
 
-def knee(bench: Bench, workload: str) -> float:
-    """Return the highest rate of `KNEES`, found by bisection, at which one of `KNEE_OF` attains
+def knee(
+    bench: Bench,
+    workload: str,
+    presets: Sequence[str] = KNEE_OF,
+    rates: Sequence[float] = KNEES,
+) -> float:
+    """Return the highest of `rates`, found by bisection, at which one of the presets attains
     `TARGET`; the lowest if none does."""
-    low, high = 0, len(KNEES)
+    low, high = 0, len(rates)
     while high - low > 1:
         middle = (low + high) // 2
-        shares = bench.run([(workload, KNEES[middle], row, 0) for row in KNEE_OF])
+        shares = bench.run([(workload, rates[middle], row, 0) for row in presets])
         low, high = (middle, high) if max(shares) >= TARGET else (low, middle)
-    return float(KNEES[low])
+    return float(rates[low])
+
+
+def better_rows(bench: Bench, workload: str, rate: float, rivals: Sequence[str]) -> dict[str, str]:
+    """Return the row of each rival in its better order, on the first seed."""
+    rows = [row for rival in rivals for row in ROWS[rival]]
+    first = dict(zip(rows, bench.run([(workload, rate, row, 0) for row in rows]), strict=True))
+    return {rival: max(ROWS[rival], key=lambda row: first[row]) for rival in rivals}
 
 
 def cell(
-    bench: Bench, workload: str, rate: float, seeds: int, rivals: Sequence[str]
-) -> dict[str, list[float]]:
-    """Return attainment by preset and seed, of rivals in their better order; those dropped have the
-    first seed's alone."""
-    rows = [OURS, AMPLE, *chain.from_iterable(ROWS[rival] for rival in rivals)]
+    bench: Bench,
+    workload: str,
+    rate: float,
+    seeds: int,
+    better: Mapping[str, str],
+    ample: Sequence[str] = KNEE_OF,
+) -> Shares:
+    """Return attainment by preset and seed, of rivals by the rows of `better`; those dropped have
+    the first seed's alone. `ample`: presets of which the best has ample memory."""
+    large = [f"{AMPLE} {preset}" for preset in ample]
+    rows = [OURS, *large, *better.values()]
     first = dict(zip(rows, bench.run([(workload, rate, row, 0) for row in rows]), strict=True))
-    better = {rival: max(ROWS[rival], key=lambda row: first[row]) for rival in rivals}
     best = max(first[row] for row in better.values())
     kept = {OURS: OURS} | {r: row for r, row in better.items() if first[row] >= best - BEHIND}
     wanted = [(workload, rate, row, seed) for seed in range(1, seeds) for row in kept.values()]
     shares = iter(bench.run(wanted))
-    found = {p: [first[row]] for p, row in ({OURS: OURS, AMPLE: AMPLE} | better).items()}
+    found = {p: [first[row]] for p, row in ({OURS: OURS} | dict(better)).items()}
+    found[AMPLE] = [max(first[row] for row in large)]
     for _ in range(1, seeds):
         for preset in kept:
             found[preset].append(next(shares))
@@ -234,25 +258,42 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--state", type=Path, help="keep results here, and go on from them")
 
     args = options(__doc__, argv, extra)
-    seconds = 15.0 if args.quick else args.seconds
-    seeds = 1 if args.quick else args.seeds
-    rivals = QUICK_RIVALS if args.quick else RIVALS
-    cells: dict[tuple[str, float], dict[str, list[float]]] = {}
+    seconds = 10.0 if args.quick else args.seconds
+    cells: Cells = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
         bench = Bench(pool, seconds, args.state)
         for workload in args.only.split(","):
-            at = knee(bench, workload)
-            for rate in (k * at for k in MULTIPLES):
-                cells[workload, rate] = cell(bench, workload, rate, seeds, rivals)
+            found = quick(bench, workload) if args.quick else thorough(bench, workload, args.seeds)
+            for rate, shares in found:
+                cells[workload, rate] = shares
+                texts = (f"{p} {100 * fmean(of):.1f}" for p, of in shares.items())
+                print(f"{workload}.{rate:g}: {', '.join(texts)}", flush=True)
     result = summary(cells)
-    columns = (OURS, *rivals, AMPLE)
+    columns = (OURS, *(QUICK_RIVALS if args.quick else RIVALS), AMPLE)
     table = Table("cell", *columns, "best other, interval", title="attainment, %")
     for name, row in result["cells"].items():
         between = row["interval"]
         said = "" if between is None else f" {between[0]:+.1f} to {between[1]:+.1f}"
         table.add_row(name, *(f"{row[c]:.1f}" for c in columns), row["best_other"] + said)
     finish(args, "arbiter_sim", result, table)
+
+
+def thorough(bench: Bench, workload: str, seeds: int) -> Iterator[tuple[float, Shares]]:
+    """Yield the rates of a workload's cells, and what was attained there."""
+    at = knee(bench, workload)
+    for rate in (k * at for k in MULTIPLES):
+        better = better_rows(bench, workload, rate, RIVALS)
+        yield rate, cell(bench, workload, rate, seeds, better)
+
+
+def quick(bench: Bench, workload: str) -> Iterator[tuple[float, Shares]]:
+    """Yield cells as `thorough`, of fewer runs."""
+    presets = KNEE_OF[:1]
+    at = knee(bench, workload, presets, KNEES[::2])
+    better = better_rows(bench, workload, at, QUICK_RIVALS)
+    for rate in (k * at for k in MULTIPLES):
+        yield rate, cell(bench, workload, rate, 1, better, presets)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ def traffic(setting: Setting, rate: float, seconds: float, rounds: int) -> dict[
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+        parser.add_argument("--seconds", type=float, default=14.0, help="of requests, in each run")
+        parser.add_argument("--rounds", type=int, default=1, help="windows of the trace")
         parser.add_argument("--part", choices=PARTS, help="this alone")
 
     args = options(__doc__, argv, extra)
@@ -147,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 result[f"prefill_ms_{name}"] = ms["bare"]
         if parts != ("switch",):
             setting = prepare(Path(scratch))
-            seconds, rounds = (10.0, 1) if args.quick else (60.0, 3)
-            given = args.rate, seconds, rounds
+            given = args.rate, 5.0 if args.quick else args.seconds, args.rounds
             result["workload"] = long_tail(setting.names, *given[:2], 0).describe()
             result["link_bytes_per_second"] = setting.link
             result["link_over_memory"] = LINK_OF_MEMORY

@@ -24,7 +24,7 @@ PROMPT, PROMPTS = 448, 6
 
 def devices(setting: Setting, n: int, *, step_tokens: int | None = None) -> FleetSettings:
     """`n` devices of a thread each, with an equal part of the budget, over one paced link."""
-    fleet = setting.fleet("c2cserve", paced=True)
+    fleet = setting.fleet("in host memory", paced=True)
     device = replace(fleet.device, threads=1, budget_bytes=fleet.device.budget_bytes // n)
     if step_tokens is not None:
         device = replace(device, step_tokens=step_tokens)

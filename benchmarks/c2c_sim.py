@@ -21,9 +21,7 @@ from rich.table import Table
 from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.run_options import workload_of
 from ballast.core.errors import ConfigError
-from ballast.core.gemm_traffic import GemmShape, hybrid
 from ballast.core.model import ModelSpec
-from ballast.core.pass_traffic import OS_TILE, TOGETHER, WS_TILE
 from ballast.core.settings import Slo
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.presets import resolve
@@ -33,6 +31,14 @@ from ballast.sim.model_catalogue import facts
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.c2c_devices import cold_start, reading, superchips
 from benchmarks.c2c_paper import CONTRADICTIONS, NOT_MODELLED, PAPER_MULTIPROCESSORS, STATED
+from benchmarks.c2c_passes import (
+    COLUMNS,
+    bounds,
+    figure_4a,
+    figure_4b,
+    rows_of,
+    share_of_prompts,
+)
 from benchmarks.common import finish, options
 from benchmarks.doc_tables import markdown
 
@@ -44,6 +50,10 @@ CONTEXT = 16384
 RATE = 0.6
 """Requests per second of ten models."""
 DEVICE = "GH200-96G"
+LENGTHS = (6.0, 0.3)
+"""Factors on the generator's prompts and outputs: where prompts are short, chunks are all alike."""
+SHORT = (2.0, 0.3)
+"""The same for ablations: alone on a seventh, the longest prompts keep TTFT."""
 
 
 def layout(slices: int, *, paper: bool = False) -> list[Kind]:
@@ -152,7 +162,7 @@ def gap(names: tuple[str, str], prompt: int, output: int, chunk: int, slices: in
     def tokens_per_second(chosen: Sequence[ModelSpec]) -> float:
         work = asked(*((0.01 * i, m.name, prompt, output) for i in range(8) for m in chosen))
         served = replace(SERVED, step_tokens=chunk)
-        preset = resolve("c2cserve", {"whole": 1})
+        preset = resolve("c2cserve", {"whole": 1, **PAPER})
         slos = {m.name: m.slo for m in chosen}
         ran = run_cluster(preset, kinds, chosen, work, slos, served)
         return 8 * len(chosen) * (prompt + output) / ran.report.wall_seconds
@@ -193,30 +203,40 @@ class Outcome:
         return cls(**{**means, "failed": failed})  # type: ignore[arg-type]
 
 
-def dynamic(specs: Sequence[ModelSpec], rate: float, seconds: float, seed: int) -> Workload:
+def dynamic(
+    specs: Sequence[ModelSpec],
+    rate: float,
+    seconds: float,
+    seed: int,
+    lengths: tuple[float, float] = LENGTHS,
+) -> Workload:
     """Bursts: groups of models that are busy together; prompts of 1,500 tokens on average, outputs
     of 70."""
     names = [s.name for s in specs]
     made = workload_of("bursty", names, rate=rate, seconds=seconds, most_tokens=2048, seed=seed)
-    return made.scale_lengths(*LENGTHS)
+    return made.scale_lengths(*lengths)
 
 
+PAPER = {"promote": 0.0}
+"""All weights stay in host memory."""
 CONTRAST: dict[str, tuple[str, int, dict[str, float]]] = {
-    "swap on 1": ("swap", 1, {}),
-    "token turns on 1": ("swap", 1, {"preemptive": 1, "quantum": 0.3}),
-    "lru on 1": ("lru", 1, {}),
+    "swap on 1": ("swap+deadline", 1, {}),
+    "token turns on 1": ("swap+deadline", 1, {"preemptive": 1, "quantum": 0.3}),
+    "lru on 1": ("lru+deadline", 1, {}),
     "balloon on 1": ("balloon", 1, {}),
+    "in host memory on 1": ("c2cserve", 1, PAPER),
     "c2cserve on 1": ("c2cserve", 1, {}),
+    "in host memory on 3": ("c2cserve", 3, PAPER),
     "c2cserve on 3": ("c2cserve", 3, {}),
 }
-"""By name: preset, equal slices of the device, options."""
-LENGTHS = (6.0, 0.3)
-"""Factors on the generator's prompts and outputs: where prompts are short, chunks are all alike."""
+"""By name: preset, equal slices of the device, options. All order by deadline."""
 ABLATIONS: dict[str, tuple[dict[str, float], bool]] = {
-    "all": ({}, False),
-    "placement": ({}, True),
-    "chunk": ({"whole": 1}, False),
-    "knob": ({"knob": 0}, False),
+    "all": (PAPER, False),
+    "placement": (PAPER, True),
+    "chunk": ({"whole": 1, **PAPER}, False),
+    "knob": ({"knob": 0, **PAPER}, False),
+    "knob_at_1": ({"knob": 0, "os_share": 1, **PAPER}, False),
+    "promoting": ({}, False),
 }
 """By name: options, and whether models are placed at random."""
 
@@ -245,13 +265,6 @@ def contrast(specs: Sequence[ModelSpec], work: Workload) -> dict[str, Outcome | 
     return found
 
 
-def figure_4b() -> dict[str, list[float]]:
-    """Gigabytes over the link and in device memory, output- and weight-stationary."""
-    shape = GemmShape(m=5120, n=8192, k=8192)
-    both = [hybrid(shape, OS_TILE, WS_TILE, share, 132, TOGETHER) for share in (1.0, 0.0)]
-    return {"link": [t.link / 1e9 for t in both], "device": [t.device / 1e9 for t in both]}
-
-
 def span(times: dict[str, float | None], names: Sequence[str]) -> str:
     """The range over models, in seconds."""
     there = [t for name in names if (t := times[name]) is not None]
@@ -265,7 +278,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
     seconds, draws = (60.0, 1) if quick else (200.0, 2)
     dense = models(DENSE[:2], (5, 5))
     moe = models(MOE, (2, 3))
-    works = [dynamic(dense, RATE, seconds, seed) for seed in range(draws)]
+    work = dynamic(dense, RATE, seconds, 0)
+    short = [dynamic(dense, RATE, seconds, seed, SHORT) for seed in range(draws)]
     of_experts = dynamic(moe, RATE / 2, seconds, 0)
     moves = {
         f"{preset} on {slices}": switches(slices, preset)
@@ -274,8 +288,15 @@ def measure(*, quick: bool) -> dict[str, Any]:
     cold = {row: cold_starts(moves[row]) for row in ("c2cserve on 7", "lru on 1", "swap on 1")}
     small, large = ("Llama-3.2-1b", "Llama-3.2-1b"), ("Qwen2.5-7b", "Qwen2.5-14b")
     return {
-        "workload": f"{len(works[0].requests)} requests in {seconds:g} s: {works[0].describe()}",
+        "workload": f"{len(work.requests)} requests in {seconds:g} s: {work.describe()}",
         "figure_4b_gb": figure_4b(),
+        "figure_4a_ms": figure_4a({f"{n}": layout(n, paper=True)[0] for n in (1, 3, 7)}),
+        "prompts_part_of_the_link": share_of_prompts(models(DENSE[1:2], (1,))[0], 1500, 70, 1500),
+        "passes": {
+            f"{name}, {share} of the link": bounds(layout(7, paper=True)[0], spec, part)
+            for name, spec in zip(DENSE, models(DENSE[:2], (1, 1)), strict=False)
+            for share, part in (("all", 1.0), ("a seventh", 1 / 7))
+        },
         "switch_s": moves,
         "cold_start_s": cold,
         "superchips": {
@@ -286,9 +307,9 @@ def measure(*, quick: bool) -> dict[str, Any]:
         "gap_footprint_45gb": gap(large, 64, 128, 512),
         "gap_chunk_512": gap(("Llama-3-8b",) * 2, 4096, 2, 512),
         "gap_chunk_whole": gap(("Llama-3-8b",) * 2, 4096, 2, 4096),
-        "dynamic_dense": contrast(dense, works[0]),
+        "dynamic_dense": contrast(dense, work),
         "dynamic_moe": contrast(moe, of_experts),
-        "ablations": {name: ablate(name, 7, dense, works) for name in ABLATIONS},
+        "ablations": {name: ablate(name, 7, dense, short) for name in ABLATIONS},
     }
 
 
@@ -299,6 +320,8 @@ def ours(found: dict[str, Any]) -> dict[str, str]:
         f"figure_4b_{side}": f"{first:.2f} to {last:.2f}"
         for side, (first, last) in found["figure_4b_gb"].items()
     }
+    for slices, (first, last) in found["figure_4a_ms"].items():
+        values[f"figure_4a_{slices}"] = f"{first:.1f} to {last:.1f}"
     for kind, names in (("dense", DENSE), ("moe", MOE)):
         values[f"switch_{kind}"] = span(moves["c2cserve on 7"], names)
         values[f"switch_{kind}_loader"] = span(moves["lru on 1"], names)
@@ -314,11 +337,11 @@ def ours(found: dict[str, Any]) -> dict[str, str]:
     }
     values |= {key: f"{100 * found[gap]:.0f}" for key, gap in gaps.items()}
     for key, outcomes in (("dynamic_dense", dense), ("dynamic_moe", moe)):
-        values[key] = times(outcomes["c2cserve on 1"])
+        values[key] = times(outcomes["in host memory on 1"])
     values["dynamic_dense_loader"] = times(dense["lru on 1"])
     values["dynamic_dense_tokens"] = times(dense["token turns on 1"])
     values["switch_dense_tokens"] = span(moves["swap on 1"], DENSE)
-    values["dynamic_in_1s"] = f"{100 * dense['c2cserve on 1'].in_ttft:.0f}"
+    values["dynamic_in_1s"] = f"{100 * dense['in host memory on 1'].in_ttft:.0f}"
     for name, outcome in found["ablations"].items():
         values[f"ablation_{name}"] = f"{outcome.p99:.2f}"
     return values
@@ -366,11 +389,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     say(markdown(["dynamic", "TTFT, s", "TTFT <= 1 s", "in SLO"], cells), markup=False)
     say(markdown(["decode step of one / prompt of 2,048, ms", *found["superchips"]], chips(found)))
+    say(markdown(["a prompt on a seventh, s", *COLUMNS, "best"], rows_of(found["passes"])))
     for line in (*CONTRADICTIONS, *(f"Not modelled: {what}" for what in NOT_MODELLED)):
         say(f"- {line}", markup=False, highlight=False)
     shown = Table("", "", title="c2c_sim")
-    for key in ("ablation_all", "ablation_placement", "ablation_chunk", "ablation_knob"):
-        shown.add_row(f"{key}, p99 TTFT", values[key])
+    for name, outcome in found["ablations"].items():
+        shown.add_row(f"{name}, p99 TTFT", f"{outcome.p99:.2f}")
     plain = {
         **found,
         **{

@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +65,31 @@ def finish(
 ) -> None:
     """Print `table` (by default one row per number of `result`) and write the JSON if asked to.
 
-    The file holds `result` at top level beside `benchmark`, `quick` and `machine`.
+    The file holds `result` at top level beside `benchmark`, `quick`, and the day, the commit and
+    the machine it was taken on.
     """
     Console().print(result_table(name, result) if table is None else table)
     if args.json is not None:
-        facts = {"benchmark": name, "quick": bool(args.quick), "machine": machine()}
+        facts = {
+            "benchmark": name,
+            "quick": bool(args.quick),
+            "day": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "machine": machine(),
+        }
         write_json(args.json, {**facts, **result})
+
+
+def commit() -> str:
+    """The checkout's commit, ending in `-dirty` where files differ from it; "" without git."""
+    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

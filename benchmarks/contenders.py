@@ -78,11 +78,9 @@ TURNS_AND_DEADLINES = ("round-robin", "deadline")
 """Orders of compute of models that do not run beside each other."""
 BASELINES = {
     "recompute": Contender("recompute"),
-    "kvswap": Contender("kvswap", {"dirty": 0}),
-    "kvswap_dirty": Contender("kvswap", {"dirty": 1}),
+    "kvswap": Contender("kvswap"),
 }
-"""What layers that lend their memory are compared with; KV swapping with whole layers written back,
-and with what a step has written."""
+"""What layers that lend their memory are compared with."""
 MIRAGE = {**BASELINES, "mirage": Contender("mirage")}
 ABLATIONS = {
     "lru": {"lru": 1},

@@ -134,7 +134,7 @@ def need(path: Path, device: DeviceSettings, make: MakeMachine = machine_of) -> 
     with InProcess(settings, make_machine=make) as server:
         state = server.device.state
         m = state.models[NAME]
-        kv = m.kv.most_pages(CONCURRENT * ceil_div(PROMPT + OUTPUT, m.spec.block_tokens))
+        kv = m.kv.layout.pages(CONCURRENT * ceil_div(PROMPT + OUTPUT, m.spec.block_tokens))
         page = settings.device.page_bytes
         return (state.set_aside + m.weights.pages) * page, kv * page
 

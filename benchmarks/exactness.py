@@ -10,8 +10,8 @@
 - `remap`: the same, while which layers rotate, and through how many slots, changes at random every
   few steps (`benchmarks/rotations.py`): on each of `PATHS`, against `transformers`, and seeded
   sampling against the undisturbed run.
-- `streams`: the same, while KV of random layers streams too, in the same passes, and parts of
-  models are evicted at random.
+- `streams`: the same, while random KV blocks stream too, in the same passes, and parts of models
+  are evicted at random.
 - `sampling`: seeded sampling, the pressured run against the same requests served alone.
 
 Every token of ours is compared with the reference's choice after the *same* tokens, so one
@@ -22,6 +22,7 @@ than 1e-4, a difference is a tie: counted, and the comparison goes on. Log-proba
 
 from __future__ import annotations
 
+import argparse
 import random
 import tempfile
 from collections import Counter
@@ -45,7 +46,7 @@ from ballast.weights.checkpoint import read_spec
 from benchmarks.adapters import merged, random_adapter
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, VOCAB, config, make
-from benchmarks.kv_swaps import RandomSwaps
+from benchmarks.random_stages import RandomStages
 from benchmarks.rotations import RandomRotations
 
 MARGIN = 1e-4
@@ -66,6 +67,8 @@ class Verdict:
     tokens: int = 0
     wrong: int = 0
     ties: int = 0
+    margin: float = MARGIN
+    """Difference of logits, and error of log-probabilities, that counts for nothing."""
     logprob_error: float = 0.0
     chosen: Counter[int] = field(default_factory=Counter)
 
@@ -76,7 +79,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        exact = self.wrong == 0 and self.logprob_error <= MARGIN
+        exact = self.wrong == 0 and self.logprob_error <= self.margin
         return self.tokens > 0 and exact and self.most_repeated <= 0.25
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def compare(
     for i, token in enumerate(answer.tokens):
         v.tokens += 1
         if token != int(best.indices[i, 0]):
-            if float(logits[i].max() - logits[i, token]) < MARGIN:
+            if float(logits[i].max() - logits[i, token]) < v.margin:
                 v.ties += 1
             else:
                 v.wrong += 1
@@ -242,15 +245,20 @@ def make_llama(directory: Path, seed: int, **changes: int) -> Path:
     return directory
 
 
-def tight(paths: dict[str, Path], preset: str = "balloon") -> FleetSettings:
-    """A budget for the arena, the weights of two models and the KV of a few requests."""
-    roomy = replace(fleet(paths, 512 * MiB), preset=preset)
+def tight(
+    paths: dict[str, Path],
+    preset: str = "balloon",
+    more: Mapping[str, Any] | None = None,
+    models: int = 2,
+) -> FleetSettings:
+    """A budget for the arena, the weights of two `models` and the KV of a few requests."""
+    roomy = replace(fleet(paths, 512 * MiB, more), preset=preset)
     with InProcess(roomy) as server:
         state = server.device.state
         page = roomy.device.page_bytes
         weights = max(m.weights.pages for m in state.models.values())
-        kv = max(m.kv.most_pages(-(-264 // m.spec.block_tokens)) for m in state.models.values())
-        pages = state.arena.pages + 2 * weights + 4 * kv
+        kv = max(m.kv.layout.pages(-(-264 // m.spec.block_tokens)) for m in state.models.values())
+        pages = state.arena.pages + models * weights + 2 * models * kv
     return replace(roomy, device=replace(roomy.device, budget_bytes=pages * page))
 
 
@@ -267,18 +275,19 @@ def run_tight(
     return answers, moved
 
 
-def check_remap(scratch: Path, n: int, *, kv: bool = False) -> dict[str, Any]:
+def check_remap(scratch: Path, n: int, *, kv: bool = False, quick: bool = False) -> dict[str, Any]:
     """`ok`; on every path the verdict, the plans there were, and the layers they brought; and
     whether seeded sampling, too, gives what it gives undisturbed. `n` requests of each model;
-    `kv`: it streams as well, and parts are evicted."""
+    `kv`: it streams as well, and parts are evicted; `quick`: of fewer layers and tokens."""
     deep = {"hidden_size": 128, "intermediate_size": 256}
+    # Whole blocks of each fill a page, which others cannot be staged of.
+    layers, tokens = ((8, 7, 6), 24) if quick else ((14, 9, 7), NEW_TOKENS)
     paths = {
-        "llama": make_llama(scratch / "a", 0, num_hidden_layers=12, **deep),
-        "second": make_llama(scratch / "b", 1, num_hidden_layers=9, **deep),
-        "third": make_llama(scratch / "c", 2, num_hidden_layers=7, **deep),
+        name: make_llama(scratch / name, i, num_hidden_layers=of, **deep)
+        for i, (name, of) in enumerate(zip(("llama", "second", "third"), layers, strict=True))
     }
-    settings = tight(paths, "kvswap" if kv else "balloon")
-    greedy = asked(list(paths), n, seed=2)
+    settings = tight(paths, "swiftcache" if kv else "balloon")
+    greedy = asked(list(paths), n, seed=2, new_tokens=tokens)
     models = {name: reference(path) for name, path in paths.items()}
     found: dict[str, dict[str, Any]] = {}
     for path, more in PATHS.items():
@@ -288,10 +297,10 @@ def check_remap(scratch: Path, n: int, *, kv: bool = False) -> dict[str, Any]:
         for r in greedy:
             compare(models[r.model], r.prompt, answers[r.id], verdict)
         moved = verdict.ok and counted["Remap"] > 20 and counted["loads"] > 100
-        both = min(counted["Reside"], counted["evictions"], counted["both"])
+        both = min(counted["Stage"], counted["evictions"], counted["both"])
         moved = moved and (not kv or both > 5)
         found[path] = {**verdict.to_json(), **counted, "ok": moved}
-    sampled = asked(list(paths), n, seed=3, temperature=0.8)
+    sampled = asked(list(paths), n, seed=3, temperature=0.8, new_tokens=tokens)
     counted = Counter[str]()
     rotating = _disturbed(settings, sampled, counted)
     with InProcess(fleet(paths, 512 * MiB)) as server:
@@ -307,11 +316,11 @@ def _disturbed(
     with InProcess(settings) as server:
         loop, state = server.device.loop, server.device.state
         policy = RandomRotations(loop.preset.memory)
-        if loop.preset.requires.kv_swapping:
-            policy = RandomRotations(RandomSwaps(loop.preset.memory), evictions=20)
+        if loop.preset.requires.kv_staging:
+            policy = RandomRotations(RandomStages(loop.preset.memory), evictions=20)
         loop.use_preset(replace(loop.preset, memory=policy))
         server.listen = lambda now, output: counted.update(
-            both=sum(WHOLE not in (m.rotation, m.kv.rotation) for m in state.models.values())
+            both=sum(m.rotation != WHOLE and bool(m.kv.staged) for m in state.models.values())
         )
         answers = server.generate(requests)
         counted.update(
@@ -328,22 +337,21 @@ def _disturbed(
 def table(result: Mapping[str, Any]) -> Table:
     """A row for each comparison with the reference."""
     shown = Table("", "ok", "tokens", "wrong", "ties", "log-prob. error", "most repeated")
+    several = {name: result[name] for name in ("adapters", "remap", "streams") if name in result}
     rows = {
         f"{family} {path}": verdict
-        for family, found in {
-            **result["families"],
-            "adapters": result["adapters"],
-            "remap": result["remap"],
-            "streams": result["streams"],
-        }.items()
+        for family, found in {**result.get("families", {}), **several}.items()
         for path, verdict in found.items()
         if path not in ("ok", "sampling")
     }
-    for name, v in {**rows, "pressure": result["pressure"]}.items():
+    if "pressure" in result:
+        rows["pressure"] = result["pressure"]
+    for name, v in rows.items():
         figures = (v["tokens"], v["wrong"], v["ties"])
         error, repeated = f"{v['logprob_error']:.1e}", f"{v['most_repeated']:.0%}"
         shown.add_row(name, str(v["ok"]), *map(str, figures), error, repeated)
-    shown.add_row("sampling", str(result["sampling"]["ok"]))
+    if "sampling" in result:
+        shown.add_row("sampling", str(result["sampling"]["ok"]))
     return shown
 
 
@@ -351,38 +359,28 @@ def _differing(ours: Mapping[str, Answer], theirs: Mapping[str, Answer]) -> list
     return [id for id, answer in ours.items() if answer.tokens != theirs[id].tokens]
 
 
-def main() -> None:
-    args = options(__doc__)
-    with tempfile.TemporaryDirectory() as scratch:
-        paths = {
-            "llama": make_llama(Path(scratch) / "a", 0),
-            "second": make_llama(Path(scratch) / "b", 1, num_hidden_layers=3),
-            "third": make_llama(Path(scratch) / "c", 2, num_key_value_heads=8),
-        }
-        families = check_families(Path(scratch) / "families")
-        adapters = check_adapters(Path(scratch) / "adapters")
-        settings = tight(paths)
-        n = 4 if args.quick else 10
-        greedy = asked(list(paths), n, seed=2)
-        answers, moved = run_tight(settings, greedy)
-        pressure = Verdict()
-        models = {name: reference(path) for name, path in paths.items()}
-        for r in greedy:
-            compare(models[r.model], r.prompt, answers[r.id], pressure)
-        remap = check_remap(Path(scratch) / "deep", n)
-        streams = check_remap(Path(scratch) / "deep", n, kv=True)
-        sampled = asked(list(paths), n, seed=3, temperature=0.8)
-        disturbed, moved_sampling = run_tight(settings, sampled)
-        undisturbed: dict[str, Answer] = {}
-        with InProcess(fleet(paths, 512 * MiB)) as server:
-            for r in sampled:
-                undisturbed |= server.generate([r])
-        differing = _differing(disturbed, undisturbed)
-    result: dict[str, Any] = {
-        "families": families,
-        "adapters": adapters,
-        "remap": remap,
-        "streams": streams,
+def check_pressure(scratch: Path, n: int) -> dict[str, dict[str, Any]]:
+    """The parts `pressure` and `sampling`."""
+    paths = {
+        "llama": make_llama(scratch / "a", 0),
+        "second": make_llama(scratch / "b", 1, num_hidden_layers=3),
+        "third": make_llama(scratch / "c", 2, num_key_value_heads=8),
+    }
+    settings = tight(paths)
+    greedy = asked(list(paths), n, seed=2)
+    answers, moved = run_tight(settings, greedy)
+    pressure = Verdict()
+    models = {name: reference(path) for name, path in paths.items()}
+    for r in greedy:
+        compare(models[r.model], r.prompt, answers[r.id], pressure)
+    sampled = asked(list(paths), n, seed=3, temperature=0.8)
+    disturbed, moved_sampling = run_tight(settings, sampled)
+    undisturbed: dict[str, Answer] = {}
+    with InProcess(fleet(paths, 512 * MiB)) as server:
+        for r in sampled:
+            undisturbed |= server.generate([r])
+    differing = _differing(disturbed, undisturbed)
+    return {
         "pressure": {
             **pressure.to_json(),
             **moved,
@@ -395,9 +393,34 @@ def main() -> None:
             **moved_sampling,
         },
     }
-    result["ok"] = all(f["ok"] for f in families.values()) and all(
-        result[part]["ok"] for part in ("adapters", "remap", "streams", "pressure", "sampling")
-    )
+
+
+PARTS = ("families", "adapters", "remap", "streams", "pressure")
+"""The last one has `sampling` with it."""
+
+
+def main() -> None:
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts")
+
+    args = options(__doc__, extra=extra)
+    n, quick = (4, True) if args.quick else (10, False)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for part in args.only:
+            if part == "families":
+                result[part] = check_families(scratch / part)
+            elif part == "adapters":
+                result[part] = check_adapters(scratch / part)
+            elif part == "pressure":
+                result |= check_pressure(scratch / part, n)
+            else:
+                kv = part == "streams"
+                result[part] = check_remap(scratch / part, n, kv=kv, quick=quick and kv)
+    families = result.get("families", {})
+    rest = (found for part, found in result.items() if part != "families")
+    result["ok"] = all(found["ok"] for found in (*families.values(), *rest))
     finish(args, "exactness", result, table(result))
 
 

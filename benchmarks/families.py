@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ballast.weights.meta_module import left_out
 from benchmarks.tiny import VOCAB, tiny
 
 __all__ = ["FAMILIES", "VOCAB", "config", "make"]
@@ -94,6 +95,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "exaone4": _MIXED,
     "gpt_oss": {**_MIXED, **_LOCAL},
+    "qwen3_next": {},
+    "bamba": {},
+    "lfm2": {},
+    "deepseek_v3": {"v_head_dim": 12},
 }
 """What is particular to each: `model_type`, and what its configuration says."""
 
@@ -108,7 +113,8 @@ def make(
 ) -> PreTrainedModel:
     """Save a random model of `config`; the model, in evaluation, with `transformers`' attention."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = auto.from_config(config, attn_implementation="eager")
+    with left_out():  # as of serving: the text is the same
+        model: PreTrainedModel = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1 or "bias" in name:

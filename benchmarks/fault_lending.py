@@ -54,6 +54,10 @@ class WorkerMemory:
     """The memory of all workers that there ever were, by address."""
     stuck: bool = False
     """Whether it never returns what it uses."""
+    ahead: float = 0.0
+    """By how much the worker's clock is ahead, in seconds."""
+    rate: float = 1.0
+    """Its seconds per second."""
     lending: Lending = field(init=False)
     changed: bool = False
     """Whether pages may have been lent or returned, or may be late, since the last check."""
@@ -67,6 +71,10 @@ class WorkerMemory:
         self.lending = Lending(self.pool, Borrower(self.pool, vm, self.name), self.name)
         self.known[self.address] = self
 
+    def clock(self, now: float) -> float:
+        """Return the time on the worker's clock."""
+        return self.rate * now + self.ahead
+
     def connect(self, send: Callable[[LendingMessage], None]) -> None:
         """Send messages to the controller by `send`."""
         self.lending.send = send
@@ -78,7 +86,7 @@ class WorkerMemory:
             lease = self.lending.lend(command.to, command.pages)
             refused = isinstance(lease, str)
             answered(CommandOutcome("refused", str(lease)) if refused else CommandOutcome())
-        elif self.lending.recall(command.to, command.pages, now, command.seconds):
+        elif self.lending.recall(command.to, command.pages, self.clock(now), command.seconds):
             self._recalls.append((command.to, answered))
         else:
             answered(CommandOutcome("refused", "nothing is lent"))
@@ -114,7 +122,7 @@ class WorkerMemory:
             if not self.stuck and rng.random() < (0.5 if page in wanted else 0.1):
                 self._used.remove(page)
                 borrower.release("kv", [page])
-        self.lending.check(now)
+        self.lending.check(self.clock(now))
         self.lending.answer()
         for peer, answered in list(self._recalls):
             if not self.lending.awaits(peer):
@@ -159,7 +167,8 @@ def check_pages(workers: Mapping[str, LendingProcess], now: float) -> tuple[int,
             lent = lender.lent_to(other)
             twice += len(mapped - lent.keys())
             without += len(lent.keys() - mapped)
-            late += sum(lent[p] + GRACE_SECONDS + LATE_SECONDS < now for p in mapped & lent.keys())
+            longest, there = GRACE_SECONDS + LATE_SECONDS, lender.clock(now)
+            late += sum(lent[p] + longest < there for p in mapped & lent.keys())
         ledger = lender.pool.ledger
         lent_pages = {p for other in workers for p in lender.lent_to(other)}
         assert all(ledger.owner_of(p) == OWNER for p in lent_pages)

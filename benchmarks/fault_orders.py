@@ -20,7 +20,8 @@ from ballast.core.fleet import (
     Withdraw,
 )
 from ballast.core.fleet_orders import Drain, Uncordon
-from ballast.core.order import CommandOutcome, Order
+from ballast.core.fleet_state import CommandOutcome
+from ballast.core.order import Order
 from ballast.core.settings import ModelSettings
 from ballast.policy.base import FleetPolicy
 
@@ -83,7 +84,7 @@ class FaultOrders(DeviceOrders[D, S]):
     def choose_devices(
         self, settings: ModelSettings, chosen: Callable[[Sequence[str] | CommandOutcome], object]
     ) -> None:
-        chosen(self.names)
+        chosen(list(self._fleet))
 
     def needs(self) -> Sequence[Need]:
         return ()

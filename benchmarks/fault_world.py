@@ -8,10 +8,12 @@ time; a worker that dies takes its messages in both directions with it.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,13 +22,13 @@ import msgspec
 
 from ballast.control.device_leases import DeviceLeases
 from ballast.control.device_record import DeviceRecord
-from ballast.control.lease_events import OrderEnded
+from ballast.control.migrations import ANSWER_SECONDS
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import Pace, RequestRouter, Withdraw
 from ballast.control.routed_devices import RoutedDevices
 from ballast.control.suspicion import Suspicions
 from ballast.core.actions import ActivateCommand, EvictCommand, Lend, Recall
-from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
+from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.event import (
     CancelledOutput,
@@ -35,6 +37,7 @@ from ballast.core.event import (
     Output,
     TokenOutput,
 )
+from ballast.core.fleet_state import OPERATOR, Command, CommandOutcome
 from ballast.core.lease import LendingMessage
 from ballast.core.migration import (
     DepartedAnswer,
@@ -49,6 +52,7 @@ from ballast.core.migration import (
     MigrationStep,
 )
 from ballast.core.model import ModelSpec
+from ballast.core.order import MoveRequests
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Role
@@ -71,10 +75,14 @@ from ballast.transport.worker_messages.request_messages import (
 from benchmarks.fault_lending import N_PAGES, WorkerMemory, check_pages, still_maps
 from benchmarks.fault_orders import FaultOrders, RandomMoves, drawn_order
 
+SPITEFUL = 4
+"""Every so many worlds there is one in which faults strike in the midst of migrations."""
 VOCAB = 1000
 BLOCK = 4
 """Tokens of a block of KV."""
 REPORT_SECONDS = 0.1
+SILENT_SECONDS = 20.0
+"""Time after which a worker that says nothing is killed, as by the server's `silent_seconds`."""
 HORIZON = 300.0
 """Virtual seconds after which a request that is still open counts as lost."""
 
@@ -183,6 +191,10 @@ class Worker:
     going: dict[str, Callable[[CommandOutcome], None]] = field(default_factory=dict)
     """Models that are removed when their requests have ended, each with what to call then."""
     alive: bool = True
+    hung: bool = False
+    """Whether it does nothing any more, and answers nothing; its socket is open."""
+    importing: dict[str, int] = field(default_factory=dict)
+    """By request whose KV is on its way: attempt."""
 
 
 class FaultDevice(DeviceRecord):
@@ -194,11 +206,18 @@ class FaultDevice(DeviceRecord):
         self.fleet = FleetSettings(models=_settings(models), device=settings)
         self.world = world
         self.process = world.new_worker(name, set())
+        self.kept: set[str] = set()
+        """Requests that it had when its worker died, or that have been counted since."""
 
     def tell(self, message: ToWorker) -> None:
         self.world.to_worker(self, partial(self.world.handle, self, message))
 
-    def order(self, command: DeviceCommand, answered: Callable[[CommandOutcome], object]) -> None:
+    def order(
+        self,
+        command: Command,
+        answered: Callable[[CommandOutcome], object],
+        by: str = OPERATOR,
+    ) -> None:
         if self.down is not None:
             answered(CommandOutcome("unavailable", self.down))
         self.world.to_worker(self, partial(self.world.carry_out, self, command, answered))
@@ -230,6 +249,13 @@ class FaultWorld:
         self.commands: FaultOrders[FaultDevice, Client] = FaultOrders(
             self.devices, self.router, self.migrations, self.leases, self.timers
         )
+        self.spite = random.Random(-seed - 2) if seed % SPITEFUL == SPITEFUL - 1 else None
+        """Draws what goes wrong in the midst of migrations; None: nothing does on purpose."""
+        self._struck: set[tuple[str, type[MigrationStep]]] = set()
+        """Requests, and steps of their migrations, in which something has gone wrong on purpose."""
+        self._targets: dict[str, FaultDevice] = {}
+        """By request, the device that has imported its KV last."""
+        self.stray = 0
         self._memories: dict[str, WorkerMemory] = {}
         self.kills = 0
         """Workers that were killed for keeping pages."""
@@ -242,7 +268,7 @@ class FaultWorld:
         """When the last message of each connection arrives."""
         self.deaths = 0
         self.orders = self.orders_ended = self.ordered = 0
-        self.step_seconds = rng.choice([0.1, 1.0])
+        self.step_seconds = 1.0 if self.spite else rng.choice([0.1, 1.0])
         """The longest step of a worker: in slow worlds requests outlive answers that are late."""
         self.refused = 0
         """Requests that the controller did not take: no device was left."""
@@ -262,17 +288,25 @@ class FaultWorld:
             self.timers.call_later(rng.uniform(0, 4), partial(self._arrive, i, rng.choice(models)))
         for _ in range(rng.randrange(0, 6)):
             self.timers.call_later(rng.uniform(0, 6), self._die)
-        for _ in range(rng.randrange(0, 5)):
-            self.timers.call_later(rng.uniform(0, 6), self._migrate)
-        for _ in range(rng.randrange(0, 3)):
-            self.timers.call_later(rng.uniform(0, 6), self._stall)
+        # In restless worlds requests are moved again before late answers to the first time come.
+        restless = rng.random() < 0.1
+        lasting = 20.0 if restless else 6.0
+        for _ in range(rng.randrange(15, 40) if restless else rng.randrange(0, 5)):
+            self.timers.call_later(rng.uniform(0, lasting), self._migrate)
+        for _ in range(rng.randrange(2, 6) if restless else rng.randrange(0, 3)):
+            self.timers.call_later(rng.uniform(0, lasting / 2), self._stall)
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            self.timers.call_later(rng.uniform(0, 6), self._hang)
+        if self.spite is not None:
+            for _ in range(30):
+                self.timers.call_later(self.spite.uniform(0, 20.0), self._migrate)
         for _ in range(rng.randrange(0, 12) if lends else 0):
             self.timers.call_later(rng.uniform(0, 6), self._order_lending)
         for _ in range(rng.choice([0, 0, 3, 6])):
             self.timers.call_later(rng.uniform(0, 6), self._order)
         if rng.random() < 0.3:
             self.devices.fleet_policy = RandomMoves(random.Random(rng.random()), models)
-            self.commands.begin_policy()
+            self.commands.follow_policy()
 
     def run(self) -> None:
         """Run until every request has ended, or HORIZON has passed."""
@@ -289,18 +323,30 @@ class FaultWorld:
     def validate(self) -> None:
         """Assert that no request is open at two devices, and count pages that are not their
         owner's alone."""
-        seen: set[str] = set()
-        for device in self._all:
-            ids = set(device.requests)
-            assert seen.isdisjoint(ids), f"{seen & ids} are open at two devices"
-            seen |= ids
-        workers = self._workers
-        if any(worker.memory.changed for worker in workers.values()):
+        held = [device.requests._open.keys() for device in self.devices.values()]
+        if len(set().union(*held)) < sum(map(len, held)):
+            doubled = [i for i, n in Counter(itertools.chain(*held)).items() if n > 1]
+            raise AssertionError(f"{doubled} are open at two devices")
+        for device in self.devices.values():
+            if device.down is not None:
+                self._check_new(device)
+        if any(device.process.memory.changed for device in self.devices.values()):
+            workers = self._workers
             twice, _, late = check_pages(workers, self.timers.now())
             self.twice += twice
             self.overdue += late
             for worker in workers.values():
                 worker.memory.changed = False
+
+    def _check_new(self, device: FaultDevice) -> None:
+        """Count requests that were given to a device without a worker while others serve them."""
+        new = [i for i in device.requests if i not in device.kept]
+        device.kept.update(new)
+        for i in new:
+            request = device.requests.get(i)
+            assert request is not None
+            able = self.devices.others(device, request.submission.model)
+            self.stray += any(d.takes(request.submission.model) for d in able)
 
     # -- what came of it --------------------------------------------------------------------------
 
@@ -380,7 +426,7 @@ class FaultWorld:
         self._last[key] = at
 
         def arrive() -> None:
-            if process is device.process and process.alive:
+            if process is device.process and process.alive and (up or not process.hung):
                 deliver()
 
         self.timers.call_at(at, arrive)
@@ -394,9 +440,8 @@ class FaultWorld:
     def _arrive(self, i: int, model: str) -> None:
         rng = self.random
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12)))
-        submission = Submission(
-            id=f"r{i}", model=model, prompt=prompt, max_tokens=rng.randrange(1, 25)
-        )
+        most = rng.randrange(1, 25 if self.spite is None else 60)
+        submission = Submission(id=f"r{i}", model=model, prompt=prompt, max_tokens=most)
         self._coming = [submission]
         try:
             client = self.router.submit([submission])
@@ -438,12 +483,25 @@ class FaultWorld:
         noticed = partial(self._notice, device, recorded)
         self.timers.call_later(self.random.uniform(0, 0.2), noticed)
 
+    def _hang(self) -> None:
+        """Let a worker do and answer nothing any more, until it is killed for its silence."""
+        device = self.random.choice(self._all)
+        process = device.process
+        process.hung = True
+
+        def silent() -> None:
+            if process is device.process:
+                self.die(device)
+
+        self.timers.call_later(SILENT_SECONDS, silent)
+
     def _notice(self, device: FaultDevice, recorded: Collection[str]) -> None:
         in_flight = device.worker_gone("killed", recorded)
         self.leases.worker_died(device, in_flight)
         self.migrations.worker_died(device, in_flight)
         self.router.worker_died(device, in_flight)
         self.commands.worker_died(device, in_flight)
+        device.kept = set(device.requests)
         replaced = partial(self._replace, device, device.process.memory)
         reaped = partial(self.leases.reaped, device, replaced)
         self.timers.call_later(self.random.uniform(0.0, 0.1), reaped)
@@ -457,7 +515,9 @@ class FaultWorld:
         """Return the process of a device's next worker."""
         rng = random.Random(self.random.random())
         stuck, address = rng.random() < 0.2, f"{name}-{len(self._memories)}"
-        return Worker(resident, WorkerMemory(name, address, rng, self._memories, stuck))
+        clock = rng.uniform(-1000, 1000), rng.uniform(0.99, 1.01)
+        memory = WorkerMemory(name, address, rng, self._memories, stuck, *clock)
+        return Worker(resident, memory)
 
     def _start(self, device: FaultDevice) -> None:
         served = [m.name for m in device.fleet.models]
@@ -472,15 +532,16 @@ class FaultWorld:
         self._report_later(device, device.process)
         self._compute_later(device, device.process)
 
-    def _migrate(self) -> None:
-        device = self.random.choice(self._all)
+    def _migrate(self, device: FaultDevice | None = None, model: str | None = None) -> None:
+        device = device or self.random.choice(self._all)
         self.orders += 1
 
         def ended(left: int) -> None:
             self.orders_ended += 1
 
-        model = self.random.choice(sorted(device.specs) or ["m0"])
-        self.migrations.move_requests(device, model, ended, bring=self.random.random() < 0.5)
+        model = model or self.random.choice(sorted(device.specs) or ["m0"])
+        step = MoveRequests(device.name, model, bring=self.random.random() < 0.5)
+        self.migrations.move_requests(step, ended)
 
     def _order_lending(self) -> None:
         """Have a device lend to another, or recall what it has lent."""
@@ -495,9 +556,9 @@ class FaultWorld:
             lender, command = self.devices[name], Recall(to, None, rng.uniform(0.0, 4.0))
         self.orders += 1
 
-        def ended(order: OrderEnded) -> None:
+        def ended(outcome: CommandOutcome) -> None:
             self.orders_ended += 1
-            self.lent += isinstance(command, Lend) and order.refused is None and command.pages
+            self.lent += isinstance(command, Lend) and outcome.code is None and command.pages
 
         self.leases.order(lender.name, command, ended, by_operator=rng.random() < 0.2)
 
@@ -516,6 +577,31 @@ class FaultWorld:
         message = lending_message(word)
         self._send(device, lambda: self.leases.lending_message(device, message), up=True)
 
+    def _strike(self, device: FaultDevice, request_id: str, step: MigrationStep) -> None:
+        """As likely as not, let something go wrong about a request that migrates: an end dies; a
+        connection stands still until an answer is late, and then the request moves again, or its
+        target dies; its client stops reading, and leaves."""
+        rng, timers = self.spite, self.timers
+        key = request_id, type(step)
+        if rng is None or key in self._struck or rng.random() < 0.5:
+            return
+        self._struck.add(key)
+        target = self._targets.get(request_id, device)
+        (client,) = (c for c in self.clients if c.submission.id == request_id)
+        match rng.randrange(4):
+            case 0:
+                self.timers.call_later(rng.uniform(0, 1), partial(self.die, device))
+            case 1 | 2:
+                up = device.name, True
+                late = timers.now() + ANSWER_SECONDS
+                self._last[up] = max(self._last.get(up, 0.0), late + rng.uniform(0, 3))
+                again = partial(self._migrate, device, client.submission.model)
+                then = again if rng.random() < 0.5 else partial(self.die, target)
+                timers.call_at(late + rng.uniform(0, 1), then)
+            case 3:
+                timers.call_later(rng.uniform(0, 0.2), partial(self._pace, client, True))
+                timers.call_later(rng.uniform(1, 15), partial(self._leave, client))
+
     def _stall(self) -> None:
         """Let a connection stand still for longer than an answer is awaited."""
         key = self.random.choice(self._all).name, self.random.random() < 0.5
@@ -531,7 +617,7 @@ class FaultWorld:
         )
         return DeviceReport(
             device=device.name,
-            now=self.timers.now(),
+            now=process.memory.clock(self.timers.now()),
             page_bytes=1,
             total=N_PAGES,
             free=process.memory.pool.free,
@@ -544,7 +630,7 @@ class FaultWorld:
 
     def _report_later(self, device: FaultDevice, process: Worker) -> None:
         def report() -> None:
-            if process.alive and process is device.process:
+            if process.alive and process is device.process and not process.hung:
                 self._send(device, partial(self._reported, device, self._report(device)), up=True)
                 self.timers.call_later(REPORT_SECONDS, report)
 
@@ -558,7 +644,7 @@ class FaultWorld:
     def carry_out(
         self,
         device: FaultDevice,
-        command: DeviceCommand,
+        command: Command,
         answered: Callable[[CommandOutcome], object],
     ) -> None:
         """Let a worker carry out an order."""
@@ -642,7 +728,7 @@ class FaultWorld:
 
     def _compute_later(self, device: FaultDevice, process: Worker) -> None:
         def compute() -> None:
-            if process.alive and process is device.process:
+            if process.alive and process is device.process and not process.hung:
                 self._compute(device)
                 process.memory.step(self.timers.now())
                 self._let_go(process)
@@ -704,26 +790,49 @@ class FaultWorld:
         process = device.process
         match step:
             case ExportKvEvent(i, attempt):
+                self._strike(device, i, step)
                 r = process.requests.get(i)
                 tokens = 0 if r is None or r.paused else len(r.kv) // BLOCK * BLOCK
                 process.exported[i] = tokens, attempt
                 self._answer(device, KvExportedAnswer(i, tokens, "form", ((0, 1),), attempt))
             case ImportKvEvent(prefix, attempt=attempt):
+                self._targets[prefix.id] = device
+                self._strike(device, prefix.id, step)
                 fits = prefix.model in process.resident and self.random.random() < 0.9
-                if fits:
-                    process.imported[prefix.id] = list(prefix.prompt), attempt
-                n = len(prefix.prompt) if fits else 0
-                self._answer(device, KvImportedAnswer(prefix.id, n, attempt))
+                stalls = fits and self.random.random() < 0.1
+                process.importing[prefix.id] = attempt
+                read = partial(self._imported, device, process, prefix, attempt, fits)
+                if stalls:  # the link between the two workers
+                    self.timers.call_later(self.random.uniform(1, 20), read)
+                else:
+                    read()
             case DepartEvent(i, attempt):
+                self._strike(device, i, step)
                 process.departing[i] = attempt
                 if i not in process.requests:
                     self._depart(device, i, None)
             case KvTailEvent(i, _, data, attempt):
                 held = process.imported.get(i)
-                if held is not None and held[1] == attempt:
+                if held is None:
+                    self.stray += 1
+                elif held[1] == attempt:
                     held[0].extend(msgspec.msgpack.decode(data, type=list[int]))
             case DropKvEvent(i):
                 process.imported.pop(i, None)
+                process.importing.pop(i, None)
+
+    def _imported(
+        self, device: FaultDevice, process: Worker, prefix: Submission, attempt: int, fits: bool
+    ) -> None:
+        """Let a worker have the KV of a request, unless it was told to drop it meanwhile."""
+        live = process is device.process and process.alive and not process.hung
+        if not live or process.importing.get(prefix.id) != attempt:
+            return
+        del process.importing[prefix.id]
+        if fits:
+            process.imported[prefix.id] = list(prefix.prompt), attempt
+        n = len(prefix.prompt) if fits else 0
+        self._answer(device, KvImportedAnswer(prefix.id, n, attempt))
 
 
 def _settings(models: Sequence[str]) -> tuple[ModelSettings, ...]:
@@ -767,6 +876,7 @@ _REPORT = ModelReport(
 )
 
 
+@functools.cache
 def _model_report(name: str, *, resident: bool) -> ModelReport:
     state = Residency.RESIDENT if resident else Residency.ABSENT
     return replace(_REPORT, name=name, residency=state.value)

@@ -11,15 +11,16 @@ import asyncio
 import json
 import multiprocessing
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ballast.bench.cluster_run import run_cluster
+from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.demo_terms import LINK_RATIO, pace
 from ballast.bench.device_run import DeviceRun
 from ballast.bench.machine_load import DISTURBED, OtherLoad
@@ -56,6 +57,11 @@ BENEATH = "in-process"
 AROUND = 3
 """Halvings of the interval between a rate and its double or half: a highest rate is known to 2 to
 the power of 1/8, 9 %."""
+
+MOVES = "prism"
+"""The preset whose fleet policy moves models."""
+OFTEN = {"every": 2.0, "threshold": 0.1}
+"""Its options in a run of seconds."""
 
 Document = dict[str, Any]
 
@@ -173,17 +179,7 @@ class Runs:
         work = self._workload(point.rate)
         if point.devices == 1:
             return setting.virtual(fleet, work, self.levels)
-        assert fleet.link.pace is not None
-        paced = setting.profile.over(fleet.link.pace)
-        preset = resolve(point.preset, fleet.options)
-        cluster = run_cluster(
-            preset,
-            [Kind(point.devices, profile_of("cpu", paced, fleet.device))],
-            self.specs,
-            work,
-            self.levels,
-            files=placed_live(preset, [fleet]),
-        )
+        cluster = self._cluster(fleet, point, profile)
         counts = {what: cluster.total(what) for what in COUNTED}
         return DeviceRun(cluster.report, [], {"jobs": cluster.jobs, **counts})
 
@@ -253,6 +249,25 @@ class Runs:
         write_json(file, found)
         return found
 
+    def decisions(self, devices: int, rate: float) -> Document:
+        """What the fleet policy that moves models decides live and in virtual time, on the same
+        arrivals, and how alike that is (`alike`)."""
+        file = self.folder / f"decisions-{devices}-{self.seconds:g}s.json"
+        if file.is_file():
+            found: Document = json.loads(file.read_text())
+            return found
+        point = Point(MOVES, rate, devices)
+        before = self.around(MOVES, 0)[0]
+        self.measured(before, devices)
+        fleet, work = self._fleet(self._setting(before, devices), point), self._workload(rate)
+        fleet = replace(fleet, options={**fleet.options, **OFTEN})
+        served = asyncio.run(run_servers([fleet], work, self.levels, name="decisions"))
+        live = [_decision(move) for move in served.moves]
+        virtual = [_decision(move) for move in self._cluster(fleet, point, before).moves]
+        found = {"live": live, "virtual": virtual, "alike": alike(live, virtual)}
+        write_json(file, found)
+        return found
+
     def disturbed(self) -> dict[str, float]:
         """Cores that others took while the machine was profiled."""
         files = self.folder.glob("disturbed-*.json")
@@ -275,6 +290,21 @@ class Runs:
         fleet = setting.under(point.preset, budget)
         fleet = replace(fleet, options=self.compared.options(point.preset))
         return fleet if point.devices == 1 else halves(fleet)
+
+    def _cluster(self, fleet: FleetSettings, point: Point, profile: str) -> ClusterRun:
+        """Run a point on as many virtual devices, which begin as the server of `fleet`."""
+        setting = self._setting(profile, point.devices)
+        assert fleet.link.pace is not None
+        paced = setting.profile.over(fleet.link.pace)
+        preset = resolve(point.preset, fleet.options)
+        return run_cluster(
+            preset,
+            [Kind(point.devices, profile_of("cpu", paced, fleet.device))],
+            self.specs,
+            self._workload(point.rate),
+            self.levels,
+            files=placed_live(preset, [fleet]),
+        )
 
     def _workload(self, rate: float) -> Workload:
         """The trace at `rate`, over and over where it is too short for a run's seconds."""
@@ -303,6 +333,21 @@ class Runs:
 
     def _file(self, point: Point, turn: int) -> Path:
         return self.folder / f"live-{point}-{self.seconds:g}s-{turn}.json"
+
+
+def _decision(move: Mapping[str, Any]) -> str:
+    """Name a decision of a fleet policy, without its reason; devices by number."""
+    device = str(move.get("device", "")).rpartition(":")[2]
+    done = "refused" if "refused" in move else "done"
+    return " ".join((str(move["action"]), str(move.get("model", "")), device, done))
+
+
+def alike(one: Sequence[str], other: Sequence[str]) -> float | None:
+    """Return the part of two sequences that is in both in the same order, from 0 to 1; None: both
+    are empty."""
+    if not one and not other:
+        return None
+    return SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def around(guess: float, run: Callable[[float], float]) -> float:

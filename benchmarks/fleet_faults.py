@@ -2,9 +2,12 @@
 
 Two to eight devices, clients that leave or stop reading, orders to migrate, to lend and to recall,
 to place and withdraw models and to drain devices, also by a fleet policy, prefill and decode apart;
-workers die at any moment, connections stand still for seconds, weights do not come, pages are not
-returned. The controller is the server's (`ballast.control`), the workers are those of
-`benchmarks.fault_world`, which lend by the engine's code.
+workers die at any moment, or hang and answer nothing, connections and links between workers stand
+still for seconds, messages are late or lost with their socket, clocks differ, weights do not come,
+pages are not returned. In every fourth world faults strike in the midst of migrations. The
+controller is the server's (`ballast.control`), the workers are those of `benchmarks.fault_world`,
+which lend by the engine's code. A server that restarts finds no worker: workers end with its
+socket.
 
 - `lost`: accepted requests without an end (goal 0).
 - `repeated`: tokens out of order or after an end, and second ends (goal 0).
@@ -15,8 +18,13 @@ returned. The controller is the server's (`ballast.control`), the workers are th
   dead worker that are mapped when its successor starts (0).
 - `overdue`: pages that a borrower keeps, and lives, long after they were due (0).
 - `homeless`: models that no device is to serve any more that takes requests (0).
+- `stray`: requests given to a device without a worker while another one serves them, and KV sent to
+  a worker that has not what it follows (0).
 - `deaths`, `moved`: workers that died, and requests that migrated with their KV.
 - `lent`, `kills`: pages lent, and workers that were killed because they did not return them.
+
+`--mutations` puts each old defect back (`benchmarks.fault_mutations`), and prints the first seed
+that finds it.
 """
 
 from __future__ import annotations
@@ -26,14 +34,20 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.table import Table
+
+from ballast.core.errors import BrokenPromise
 from benchmarks.common import finish, options
+from benchmarks.fault_mutations import MUTATIONS, Mutation
 from benchmarks.fault_world import FaultWorld
 
 SEEDS, QUICK_SEEDS = 10_000, 500
-WRONG = ("lost", "repeated", "changed", "leaked", "twice", "overdue", "homeless")
+WRONG = ("lost", "repeated", "changed", "leaked", "twice", "overdue", "homeless", "stray")
 
 
 def world_of(seed: int) -> FaultWorld:
@@ -66,11 +80,41 @@ def run(seed: int) -> Found:
     return Found(seed, wrong, world.deaths, *counts)
 
 
+def finding(mutation: Mutation, seeds: Iterable[int]) -> Found | None:
+    """Return the first of `seeds` that shows a defect which has been put back; None: none does."""
+    with mutation.put_back():
+        for seed in seeds:
+            try:
+                found = run(seed)
+            except (AssertionError, BrokenPromise) as error:
+                return Found(seed, {type(error).__name__: 1}, 0, 0, 0, 0, 0)
+            if any(found.wrong.values()):
+                return found
+    return None
+
+
+def _find_all(n: int, name: str) -> bool:
+    """Print which seeds find each defect; return whether all are found."""
+    table = Table("defect put back", "decision", "seed", "shown by", title=name)
+    missed = 0
+    for mutation in MUTATIONS:
+        found = finding(mutation, range(n))
+        missed += found is None
+        shown = [] if found is None else [key for key, n in found.wrong.items() if n]
+        seed = "none" if found is None else str(found.seed)
+        table.add_row(mutation.name, mutation.decision, seed, ", ".join(shown))
+    Console().print(table)
+    return not missed
+
+
 def main() -> int:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seed", type=int, help="run one seed alone")
+        parser.add_argument("--mutations", action="store_true", help="put old defects back")
 
     args = options(__doc__, extra=extra)
+    if args.mutations:
+        return 0 if _find_all(QUICK_SEEDS, "fleet_faults") else 1
     n = QUICK_SEEDS if args.quick else SEEDS
     seeds = range(n) if args.seed is None else [args.seed]
     began = time.perf_counter()

@@ -23,7 +23,7 @@ not run:
 - `elastic_overhead`: that benchmark, on the GPU.
 - `tests`: those with the marker `gpu`, each file in a process of its own.
 - `sanitizer`: the small fleet under `compute-sanitizer`'s memcheck, where that is found.
-- `layouts`: microseconds of a decode step's attention, by layout and block.
+- `layouts`: microseconds of a decode step's attention, by block.
 - `layer`: microseconds of each launch of a layer on the fast path, in a CUDA graph, and the bytes
   of weights that it reads in a second.
 - `sampling`: milliseconds to choose a step's tokens at a temperature from 128,256 logits a row, on
@@ -40,6 +40,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,6 +49,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import commit
 from benchmarks.gpu_apart import TAIL, Findings, Part, apart, attempted, inside
 from benchmarks.gpu_device import Gpu
 from benchmarks.gpu_fleet import proved
@@ -80,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, KV is swapped": {"dtype": "float32", "swapping": True},
 }
 """Of `exactness`."""
-MOVES = ("evictions", "preemptions", "layers_loaded", "kv_rotations")
+MOVES = ("evictions", "preemptions", "layers_loaded", "kv_moves")
 """Of which there are some, or exactness under pressure has not been shown."""
 AT_ONCE = 4
 """Files of tests."""
@@ -237,7 +239,8 @@ def check(parts: Sequence[Part], file: Path, seconds: float) -> dict[str, Any]:
     """What the parts found is in `file` as soon as one ends; what they print, beside it."""
 
     def save(found: Mapping[str, Any]) -> None:
-        file.write_text(json.dumps(found, indent=2) + "\n")
+        facts = {"day": time.strftime("%Y-%m-%d"), "commit": commit()}
+        file.write_text(json.dumps({**facts, **found}, indent=2) + "\n")
         name, result = list(found.items())[-1]
         ended = next((f": {result[k]}" for k in ("broke_off", "not_run") if k in result), "")
         print(f"{name}{ended} ({result.get('took_seconds', 0):.0f} s)", file=sys.stderr, flush=True)

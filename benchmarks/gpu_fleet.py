@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.cluster.machine_choice import machine_of
 from ballast.core.request import Submission
-from ballast.core.rotation import WHOLE, Rotation
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import GiB, MiB, ceil_div
 from ballast.live.machine import MakeMachine
-from benchmarks.kv_swaps import RandomSwaps
+from benchmarks.random_stages import RandomStages
 from benchmarks.rotations import RandomRotations
 
 PAGE = 2 * MiB
@@ -89,7 +88,8 @@ def tight(
     with InProcess(fleet, make_machine=make) as server:
         state = server.device.state
         weights = max(m.weights.pages for m in state.models.values())
-        kv = max(m.kv.most_pages(ceil_div(200, m.spec.block_tokens)) for m in state.models.values())
+        there = state.models.values()
+        kv = max(m.kv.layout.pages(ceil_div(200, m.spec.block_tokens)) for m in there)
         n = state.set_aside + resident * weights + 3 * kv
     return replace(fleet, device=replace(device, budget_bytes=n * device.page_bytes))
 
@@ -101,18 +101,18 @@ def served(
     rotating: bool = False,
 ) -> tuple[list[Answers], dict[str, Any]]:
     """Answers of two rounds, the second with the graphs that were recorded after the first; what
-    happened. `rotating`: layers do, in other ways every few milliseconds; so does which layers' KV
-    is swapped where the fleet's preset is `kvswap`."""
+    happened. `rotating`: layers do, in other ways every few milliseconds; so many KV blocks are on
+    the host, more or fewer each time, where the fleet's preset is `kvswap`."""
     with InProcess(fleet, make_machine=make) as server:
         device = server.device
         loop = device.loop
-        swapped: set[Rotation] = set()
+        staged: set[tuple[str, int]] = set()
         if rotating:
             loop.use_preset(replace(loop.preset, memory=RandomRotations(loop.preset.memory)))
         if fleet.preset == "kvswap":
-            loop.use_preset(replace(loop.preset, memory=RandomSwaps(loop.preset.memory)))
-            server.listen = lambda now, output: swapped.update(
-                m.kv.rotation for m in device.state.models.values()
+            loop.use_preset(replace(loop.preset, memory=RandomStages(loop.preset.memory)))
+            server.listen = lambda now, output: staged.update(
+                (name, len(m.kv.staged)) for name, m in device.state.models.items() if m.kv.staged
             )
         rounds: list[Answers] = []
         for i in range(2):
@@ -130,7 +130,7 @@ def served(
                 for m in device.state.models.values()
                 if m.weights.stream is not None
             ),
-            "kv_rotations": len(swapped - {WHOLE}),
+            "kv_moves": len(staged),
         }
         device.state.pool.validate()
     return rounds, result

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ballast.core.settings import KvLayout
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.attention_plan import Bucket
@@ -80,7 +79,7 @@ def _launches(
     each = -(-(context + 1) // BLOCK_TOKENS)
     shape = (s.layers, 2, BLOCK_TOKENS, s.kv_heads, s.dim)
     stride = torch.Size(shape).numel()
-    kv = GpuKv.over(drawn(n * each * stride), KvLayout.BLOCK_MAJOR, shape, stride)
+    kv = GpuKv.over(drawn(n * each * stride), shape, stride)
     bucket = Bucket.decode(n, n * each)
     batch = GpuBatch(kv, s.heads, bucket, make or attention_kernels(device))
     tables = [list(range(i, n * each, n)) for i in range(n)]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import LlamaConfig
 
 from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
-from ballast.core.settings import GRAPH_BYTES, KvLayout
+from ballast.core.settings import GRAPH_BYTES
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.gpu.attention import attention_kernels
 from ballast.kernels.gpu.attention_plan import Bucket
@@ -186,14 +185,14 @@ def layouts(
     """Microseconds that the attention of all layers of a decode step takes."""
     found["shape"] = f"{n} sequences of {context} tokens, {layers} layers, {heads}/{kv_heads} heads"
     q = torch.randn(n, heads, dim, dtype=torch.bfloat16, device=gpu.device)
-    for block, layout in product((16, 256), KvLayout):
+    for block in (16, 256):
         shape = (layers, 2, block, kv_heads, dim)
         stride = torch.Size(shape).numel()
         each = context // block
         memory = torch.randn(n * each * stride, dtype=torch.bfloat16, device=gpu.device)
         order = torch.randperm(n * each).tolist()
         tables = [order[i * each : (i + 1) * each] for i in range(n)]
-        kv = GpuKv.over(memory, layout, shape, stride)
+        kv = GpuKv.over(memory, shape, stride)
         made = attention_kernels(gpu.device)
         batch = GpuBatch(kv, heads, Bucket.decode(n, n * each), made)
         batch.fill([0] * n, [context - 1] * n, [1] * n, tables, [0] * n)
@@ -202,7 +201,7 @@ def layouts(
             for layer in range(layers):
                 batch.attend(layer, q, batch.out, AttentionParams(dim**-0.5))
 
-        key = f"blocks_of_{block}_{layout.value}"
+        key = f"blocks_of_{block}"
         times = attempted(lambda step=step: {"microseconds": 1e6 * gpu.seconds(step, 20)})  # type: ignore[misc]
         found[key] = times.get("microseconds", times)
         del memory, kv, batch

@@ -71,7 +71,7 @@ def _proofs(found: Found) -> Iterator[Line]:
     for case, result in _part(found, "exactness").items():
         if isinstance(result, Mapping) and "wrong" in result:
             goal = "0; moves" if result["must_be_exact"] else ""
-            names = ("evictions", "preemptions", "layers_loaded", "kv_rotations")
+            names = ("evictions", "preemptions", "layers_loaded", "kv_moves")
             moves = "/".join(str(result[name]) for name in names)
             figure = f"{result['wrong']} of {result['tokens']}; moves {moves}"
             yield Line(f"tokens that differ, {case}", figure, goal, result["passed"])

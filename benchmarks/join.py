@@ -21,6 +21,7 @@ from rich.table import Table
 from ballast.cluster.controller import Controller
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_worker import LocalWorker
+from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.core.command import CommandOutcome
 from ballast.core.fleet_orders import Place, Withdraw
 from ballast.core.settings import (
@@ -72,7 +73,7 @@ async def touched(controller: Controller, directory: Path) -> float:
 def measure(directory: Path, rounds: int) -> dict[str, Samples]:
     with asyncio.Runner() as runner:
         broker = SegmentBroker()
-        controller = Controller(lambda: LocalWorker(broker=broker))
+        controller = Controller(LocalWorkers(lambda: LocalWorker(broker=broker)))
         try:
             runner.run(controller.start(fleet(directory)))
             variants: dict[str, Callable[[], float]] = {

@@ -1,10 +1,11 @@
 """Streams that move to another device while they run: how long they stand still, and why.
 
-A random Llama of 110M in float32 on two CPU devices of a thread each, without HTTP. Four streams
-begin on one device; once each has some tokens all of them are moved to the other, in turns *with
-their KV* (`ballast.control.migrations`: full blocks are read while the stream runs, and it departs
-when one has filled) and *anew* (the KV of all tokens is computed again, as after a worker's death).
-Each round goes the other way than the last.
+A random Llama of 110M in float32 (or a small `--family`: the recurrent states of `qwen3_next` go
+with its KV) on two CPU devices of a thread each, without HTTP. Four streams begin on one
+device; once each has some tokens all of them are moved to the other, in turns *with their KV*
+(`ballast.control.migrations`: full blocks are read while the stream runs, and it departs when one
+has filled) and *anew* (the KV of all tokens is computed again, as after a worker's death). Each
+round goes the other way than the last.
 
 - `stall_steps`: of the median stream, and below of the worst: the longest gap between two tokens
   from the order on, less the stream's median gap before it, in such gaps. By context and way.
@@ -34,11 +35,13 @@ from rich.table import Table
 from ballast.bench.servers import serving_fleets
 from ballast.cluster.controller import Controller
 from ballast.core.event import FailedOutput, TokenOutput
+from ballast.core.order import MoveRequests
 from ballast.core.request import Sampling, Submission
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
-from benchmarks.llamas import LLAMA_110M, TOKENS, make_fleet_file
+from benchmarks.families import FAMILIES, config, make
+from benchmarks.llamas import LLAMA_6M, LLAMA_110M, TOKENS, make_fleet_file
 
 STREAMS = 4
 DEVICES = ("cpu:0", "cpu:1")
@@ -84,11 +87,15 @@ class Stream:
         return longest / self.step(ordered) - 1
 
 
-def two_devices(directory: Path) -> Path:
-    file = make_fleet_file(directory, {"llama": LLAMA_110M})
+def two_devices(directory: Path, family: str | None = None) -> Path:
+    file = make_fleet_file(directory, {"llama": LLAMA_110M if family is None else LLAMA_6M})
+    if family is not None:
+        make(directory / "llama", config(family, max_position_embeddings=1024))
     fleet = yaml.safe_load(file.read_text())
     fleet["devices"] = [{"name": name, "budget": "1GiB", "threads": 1} for name in DEVICES]
     fleet["models"][0] |= {"dtype": "float32", "pinned": True, "devices": list(DEVICES)}
+    if family is not None:
+        fleet["models"][0]["block_tokens"] = 16
     file.write_text(yaml.safe_dump(fleet))
     return file
 
@@ -127,7 +134,8 @@ class Rounds:
         ordered, moved = time.perf_counter(), 0
         if way == "with KV":
             left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            self._server.migrations.move_requests(devices[source], "llama", left.set_result)
+            step = MoveRequests(source, "llama")
+            self._server.migrations.move_requests(step, left.set_result)
             moved = await left
         elif way == "anew":
             gone = devices[source].requests.hand_over(devices[source].specs["llama"])
@@ -179,12 +187,13 @@ def _long(stalls: Mapping[tuple[int, str], Sequence[float]], way: str) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, help="default 6, quick 2")
+        parser.add_argument("--family", choices=sorted(FAMILIES), help="another kind of model")
 
     args = options(__doc__, argv, extra)
     rounds = args.rounds or (2 if args.quick else 6)
     contexts = CONTEXTS[1:2] if args.quick else CONTEXTS
     with tempfile.TemporaryDirectory() as scratch:
-        result = asyncio.run(measure(two_devices(Path(scratch)), contexts, rounds))
+        result = asyncio.run(measure(two_devices(Path(scratch), args.family), contexts, rounds))
     table = Table("context, way", "median stall, steps", "worst")
     for name, seen in result["stall_steps"].items():
         table.add_row(name, f"{seen['median']:.2f}", f"{seen['worst']:.2f}")

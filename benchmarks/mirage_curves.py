@@ -26,10 +26,8 @@ STEPS_PER_DOUBLING = 2
 LEAST, MOST = -4, 9
 """Powers of two, requests per second, between which a knee is sought."""
 METRICS = "throughput", "frame_throughput", "p99_ttft", "p99_tbt", "p99_tpot"
-POOL_ROWS = "recompute", "kvswap", "kvswap_dirty", "mirage"
-BELOW_ROWS = "recompute", "kvswap", "mirage"
+POOL_ROWS = "recompute", "kvswap", "mirage"
 SHARE_ROWS = "recompute", "mirage"
-KVSWAPS = "kvswap", "kvswap_dirty"
 SHARED = {"sharing": "shares"}
 PAPER = {"sharing": "paper"}
 
@@ -41,9 +39,7 @@ COMPARED: dict[str, tuple[Changed, Changed]] = {
     "pool": ({"row": "recompute"}, {"row": "recompute", **SHARED}),
     "no_shortage": ({"row": "recompute", "memory": AMPLE}, {"row": "recompute"}),
     "kvswap": ({"row": "mirage"}, {"row": "kvswap"}),
-    "kvswap_dirty": ({"row": "mirage"}, {"row": "kvswap_dirty"}),
     "kvswap_shares": ({"row": "mirage", **SHARED}, {"row": "kvswap", **SHARED}),
-    "kvswap_dirty_shares": ({"row": "mirage", **SHARED}, {"row": "kvswap_dirty", **SHARED}),
     "kvswap_over_recompute": ({"row": "kvswap"}, {"row": "recompute"}),
 }
 """What is compared: fields of a case over fields of another that is else the same. Both sides are
@@ -120,13 +116,12 @@ def curve_cases(
             for multiple in multiples:
                 for seed in range(seeds):
                     case = replace(at(name, setting, multiple), seed=seed)
-                    if multiple < 1:
-                        yield from (replace(case, row=row) for row in BELOW_ROWS)
-                        continue
                     yield from (replace(case, row=row) for row in POOL_ROWS)
+                    if multiple < 1:
+                        continue
                     yield replace(case, memory=AMPLE)
                     if GROUPS[name].shares:
-                        rows = SHARE_ROWS + KVSWAPS * full
+                        rows = SHARE_ROWS + ("kvswap",) * full
                         yield from (replace(case, row=row, sharing="shares") for row in rows)
                         yield from (replace(case, row=row, sharing="paper") for row in SHARE_ROWS)
 

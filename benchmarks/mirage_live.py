@@ -59,7 +59,7 @@ class Variant:
         return SHARINGS[self.sharing]
 
 
-PRESETS = "recompute", "mirage", "kvswap", "kvswap_dirty"
+PRESETS = "recompute", "mirage", "kvswap"
 MAIN = {
     **{row: Variant(row) for row in PRESETS},
     **{f"{row}, shares": Variant(row, "shares") for row in PRESETS},
@@ -179,7 +179,7 @@ def headlines(manners: Mapping[str, Mapping[str, Sequence[Seen]]]) -> dict[str, 
     """The claims' keys, with one pool: medians over the rounds of both manners; None where there is
     no such preset."""
     keys: dict[str, float | None] = {}
-    for base in ("recompute", "kvswap", "kvswap_dirty"):
+    for base in ("recompute", "kvswap"):
         there = [over(of["mirage"], of[base]) for of in manners.values() if base in of]
         for metric in METRICS[:3]:
             values = tuple(v for ratios in there for v in ratios[metric].values)

@@ -29,9 +29,8 @@ from ballast.workload.workload import Workload
 from benchmarks.exactness import make_llama
 from benchmarks.mirage_setting import C1, ENGINE, MEMORY, SHAREGPT, Device, specs_of
 
-PAGE = 24 * KiB
-"""A layer's KV of one block: larger ones would leave `kvswap`, whose KV lies layer by layer, next
-to nothing of so small a budget."""
+PAGE = 288 * KiB
+"""A block of four tokens: larger ones would be too few in so small a budget."""
 NAMES = ("a", "b")
 SIZES = {
     "hidden_size": 384,

@@ -15,7 +15,6 @@ from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
 from ballast.core.units import MiB, ceil_div
 from ballast.engine.state import DeviceState
-from ballast.policy.presets import resolve
 from ballast.sim.simulate import simulate
 from ballast.weights.weight_stream import Loads
 from ballast.workload.workload import Workload
@@ -31,12 +30,12 @@ class Enough(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Remapped:
-    """Layers that were lent, and layers whose KV was swapped, all models of a device together."""
+    """Layers that were lent, and KV blocks on the host, all models of a device together."""
 
     weights: float = 0.0
     """Layers lent, times seconds."""
     kv: float = 0.0
-    """Layers whose KV gave its pages up, times seconds."""
+    """KV blocks on the host, times seconds."""
     most: int = 0
     """Most layers lent at a time."""
     changes: int = 0
@@ -81,7 +80,7 @@ class Measured:
         `tbt`: gaps between any two tokens of a request; `tpot`: a request's mean gap; `throughput`:
         output tokens until the last answer; `frame_throughput`: while requests come, until the last
         arrival; `drain`: from that to the last answer. `copying`, `stalled`: parts of the time in
-        which layers were copied, and jobs waited for them; `lent_layers`, `swapped_layers`: on
+        which layers were copied, and jobs waited for them; `lent_layers`, `swapped_blocks`: on
         average over the time.
         """
         first, last = min(self.arrived), max(self.arrived)
@@ -117,7 +116,7 @@ class Measured:
             "lent_layers": self.remapped.weights / seconds,
             "most_lent": self.remapped.most,
             "remaps": self.remapped.changes,
-            "swapped_layers": self.remapped.kv / seconds,
+            "swapped_blocks": self.remapped.kv / seconds,
         }
 
 
@@ -143,7 +142,7 @@ class Watch:
             before.changes + (lent != self._lent),
         )
         self._at, self._lent = now, lent
-        self._swapped = sum(m.kv.rotation.n_freed for m in models if m.kv_stream is not None)
+        self._swapped = sum(len(m.kv.staged) for m in models)
         if sum(m.preemptions for m in models) >= self.enough:
             raise Enough
 
@@ -186,7 +185,7 @@ def _run(
     fitting = None
     if setting.page is not None:
         settings = replace(settings, page_bytes=setting.page * MiB)
-    elif not resolve(preset).requires.kv_swapping:  # which has pages of 2 MiB by default
+    else:
         fitting = page_by_default(setting.fractions, device.memory)
         settings = replace(settings, page_bytes=fitting)
     specs = specs_of(setting.fractions, device.memory, most, fitting)

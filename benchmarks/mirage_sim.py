@@ -38,7 +38,7 @@ from benchmarks.mirage_curves import (
 )
 from benchmarks.mirage_setting import ARRIVALS
 from benchmarks.mirage_sweeps import SWEEPS, sweep_cases, swept
-from benchmarks.mirage_tables import paper, renew, tables
+from benchmarks.mirage_tables import paper, renew, sweep_table, tables
 
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces"
 QUICK = "temporal_c2", "mps_c1", "alone"
@@ -131,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cases": [{**asdict(case), **found} for case, found in runs.items()],
     }
     result["paper"] = paper(result)
-    for name, text in tables(result).items():
+    swept_tables = {name: sweep_table(sweep) for name, sweep in result["sweeps"].items()}
+    for name, text in (tables(result) | swept_tables).items():
         Console(width=200).print(f"\n{name}\n{text}", highlight=False, markup=False)
     if args.docs:
         renew(result)

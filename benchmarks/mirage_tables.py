@@ -32,11 +32,10 @@ VARIANTS = {
 """Groups that only sweeps run."""
 METRICS = {
     "throughput": "throughput",
-    "frame_throughput": "throughput while requests come",
     "p99_ttft": "P99 TTFT",
     "p99_tbt": "P99 TBT",
-    "p99_tpot": "P99 over requests of their mean TBT",
 }
+SWEPT = {**METRICS, "p50_tbt": "P50 TBT"}
 COLUMNS = {
     "layers": "layers, in one pool",
     "layers_shares": "layers, in fixed shares",
@@ -48,13 +47,13 @@ Json = Mapping[str, Any]
 
 
 def tables(result: Json) -> dict[str, str]:
-    """Tables of a result of `mirage_sim`, by name; without those of sweeps that were not run."""
+    """Tables of the documentation in a result of `mirage_sim`, by name."""
     found = {
         "mirage_sim.recompute": against_recomputation(result["curves"]),
-        "mirage_sim.kvswap": against_swapping(result["curves"]),
         "mirage_sim.cases": by_case(result["curves"], result["knees"]),
     }
-    found |= {f"mirage_sim.{name}": SWEEPS[name](sweep) for name, sweep in result["sweeps"].items()}
+    if "beyond" in result["sweeps"]:
+        found["mirage_sim.beyond"] = sweep_table(result["sweeps"]["beyond"])
     return found
 
 
@@ -79,19 +78,6 @@ def against_recomputation(curves: Json) -> str:
                 yield [GROUPS[group], stated(group, metric), *cells]
 
     return markdown(["", "the paper", *COLUMNS.values()], rows())
-
-
-def against_swapping(curves: Json) -> str:
-    def rows() -> Iterator[Sequence[str]]:
-        for metric in ("throughput", "frame_throughput", "p99_ttft", "p99_tbt"):
-            yield [f"**{METRICS[metric]}**, at {multiples(curves)} times the knee", *[""] * 3]
-            for group, curve in curves.items():
-                over = curve["over"]
-                columns = ("kvswap", "kvswap_dirty", "kvswap_over_recompute")
-                yield [GROUPS[group], *(row_of(over[c][metric]) for c in columns)]
-
-    header = ["", "`mirage` over it, whole layers written", "what changed written"]
-    return markdown([*header, "it (whole) over `recompute`"], rows())
 
 
 def by_case(curves: Json, knees: Mapping[str, float | None]) -> str:
@@ -128,116 +114,23 @@ def by_case(curves: Json, knees: Mapping[str, float | None]) -> str:
     )
 
 
-def turns(sweep: Json) -> str:
+def sweep_table(sweep: Json) -> str:
+    """Ratios of each row to the first row of its sweep."""
+
     def rows() -> Iterator[Sequence[str]]:
         for label, of in sweep.items():
-            group, quantum, how = label.split(", ")
-            own, mirage = of["recompute"]["own"], of["mirage"]
-            yield [
-                f"{GROUPS[group]}, {quantum}, {how}",
-                f"{own['p99_ttft']:.1f} / {mirage['own']['p99_ttft']:.1f}",
-                f"{own['p99_tbt']:.2f} / {mirage['own']['p99_tbt']:.2f}",
-                f"{own['throughput']:.0f} / {mirage['own']['throughput']:.0f}",
-                *(ratio(mirage[m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
-            ]
+            for row, cell in of.items():
+                name = "no shortage" if row == "ample" else f"`{row}`"
+                if "throughput" in cell:  # else the first row itself
+                    yield [f"{_named(label)}: {name}", *(ratio(cell[m]) for m in SWEPT)]
 
-    return markdown(
-        [
-            "a turn; `recompute` / `mirage`",
-            "P99 TTFT, s",
-            "P99 TBT, s",
-            "tokens/s",
-            "throughput, ratio",
-            "P99 TTFT",
-            "P99 TBT",
-        ],
-        rows(),
-    )
-
-
-def steps(sweep: Json) -> str:
-    def rows() -> Iterator[Sequence[str]]:
-        for label, of in sweep.items():
-            where, _, tokens = label.partition(", ")
-            group, _, setting = where.partition(" ")
-            yield [
-                f"{GROUPS[group]}, {setting}, {int(tokens):,}",
-                f"{of['recompute']['own']['p99_tbt']:.2f}",
-                *(ratio(of["mirage"][m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
-                *(ratio(of["ample"][m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
-            ]
-
-    return markdown(
-        [
-            "tokens of a step, at most",
-            "P99 TBT of `recompute`, s",
-            "throughput",
-            "P99 TTFT",
-            "P99 TBT",
-            "no shortage: throughput",
-            "P99 TTFT",
-            "P99 TBT",
-        ],
-        rows(),
-    )
-
-
-def links(sweep: Json) -> str:
-    columns = "throughput", "p99_ttft", "p99_tbt"
-
-    def rows() -> Iterator[Sequence[str]]:
-        where = dict.fromkeys(label.partition(", ")[2] for label in sweep)
-        for link in where:
-            of = (sweep[f"{group}, {link}"]["mirage"] for group in ("temporal_c1", "mps_c1"))
-            yield [link, *(ratio(cell[m]) for cell in of for m in columns)]
-
-    names = [METRICS[m] for m in columns]
-    return markdown(
-        ["", *(f"C1 in turns: {n}" for n in names), *(f"side by side: {n}" for n in names)], rows()
-    )
-
-
-def ratios_to_first(*rows_of: str, extra: Sequence[str] = ()) -> Any:
-    """A table of each row's ratios to the first row, and figures of its own."""
-    columns = "throughput", "p99_ttft", "p99_tbt", "p50_tbt"
-
-    def table(sweep: Json) -> str:
-        def rows() -> Iterator[Sequence[str]]:
-            for label, of in sweep.items():
-                for row in rows_of:
-                    cells = [ratio(of[row][m]) for m in columns]
-                    own = of[row].get("own", {})
-                    name = "no shortage" if row == "ample" else f"`{row}`"
-                    yield [f"{_named(label)}: {name}", *cells, *(_figure(own, k) for k in extra)]
-
-        names = [METRICS.get(m, "P50 TBT") for m in columns]
-        return markdown(["", *names, *(e.replace("_", " ") for e in extra)], rows())
-
-    return table
-
-
-def _figure(own: Json, key: str) -> str:
-    return f"{own[key]:.3g}" if key in own else ""
+    return markdown(["", *SWEPT.values()], rows())
 
 
 def _named(label: str) -> str:
     group, space, rest = label.partition(" ")
     group, comma, _ = group.partition(",")
     return f"{(GROUPS | VARIANTS)[group]}{comma}{space}{rest}"
-
-
-SWEEPS: dict[str, Any] = {
-    "beyond": ratios_to_first("mirage", "kvswap", "ample"),
-    "turns": turns,
-    "steps": steps,
-    "links": links,
-    "ablations": ratios_to_first("beta1", "beta2", "uncapped", "one_by_one"),
-    "lookahead": ratios_to_first("one_by_one"),
-    "lru": ratios_to_first("lru", extra=("lent_layers",)),
-    "reversion": ratios_to_first("kept", "kept_uncapped", extra=("copying", "stalled")),
-    "slices": ratios_to_first("mirage", "kvswap"),
-    "stated": ratios_to_first("recompute", "uncapped", extra=("preemptions", "lent_layers")),
-}
 
 
 def paper(result: Json) -> list[dict[str, Any]]:
@@ -262,9 +155,6 @@ def paper(result: Json) -> list[dict[str, Any]]:
     return found
 
 
-LIVE_METRICS = "throughput", "p99_ttft", "p99_tbt"
-
-
 def live(result: Json) -> dict[str, str]:
     """The table of a result of `mirage_live`."""
 
@@ -277,14 +167,13 @@ def live(result: Json) -> dict[str, str]:
                 yield [
                     f"{title}: `{name}`",
                     f"`{of['compared_with'][name]}`",
-                    *(ratio(over[m]["median"]) for m in LIVE_METRICS),
+                    *(ratio(over[m]["median"]) for m in METRICS),
                     f"{sum(r['preemptions'] for r in runs):g}",
                     f"{sum(r['lent'] for r in runs) / len(runs):.1f}",
                     ratio(overlap),
                 ]
 
-    names = (METRICS[m] for m in LIVE_METRICS)
-    header = ["", "over", *names, "preempted", "layers lent", "overlap"]
+    header = ["", "over", *METRICS.values(), "preempted", "layers lent", "overlap"]
     return {"mirage_live": markdown(header, rows())}
 
 

@@ -20,12 +20,9 @@ or less memory for KV.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rich.console import Group
 from rich.table import Table
@@ -38,6 +35,7 @@ from benchmarks.common import finish, options
 from benchmarks.contenders import Comparison, Contender
 from benchmarks.mux_cluster import PER_HOST, Cluster, Meshes, Result, over_rates, serve, together
 from benchmarks.mux_sim import LANES, TERMS
+from benchmarks.sweep import Sweep, add_processes, plain
 
 UNIT = "7b,7b,13b,30b"
 """LLaMA's sizes on one unit of 4 A100s."""
@@ -112,11 +110,10 @@ def unit_of(sizes: str) -> Cluster:
     return Cluster(Counter(f"LLaMA-{size}" for size in sizes.split(",")), 4)
 
 
-def managed(case: tuple[str, float], row: str, rate: float, seconds: float) -> Result:
-    """Serve a unit's (sizes, exponent of popularity) with some parts of the resource manager."""
-    sizes, alpha = case
+def managed(alpha: str, row: str, rate: float, *, sizes: str, seconds: float) -> Result:
+    """Serve a unit with some parts of the resource manager; `alpha`: exponent of popularity."""
     unit = unit_of(sizes)
-    work = unit.workload(rate, power_law(len(unit.models), alpha), seconds, seed=1)
+    work = unit.workload(rate, power_law(len(unit.models), float(alpha)), seconds, seed=1)
     meshes = [(unit.devices, list(unit.models))]
     return serve(unit, meshes, work, seconds, PARTS, row, 1 if row == "neither" else LANES)
 
@@ -148,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seconds", type=float, help="of arrivals; default 60, quick 30")
         parser.add_argument("--rates", default=",".join(map(str, RATES)), help="by model, mean")
-        parser.add_argument("--processes", type=int, default=2)
+        add_processes(parser)
         parser.add_argument("--unit", default=UNIT, help="LLaMA's sizes on the unit of 4 devices")
         parser.add_argument("--parts", default="placement,resources", help="of these two")
 
@@ -156,21 +153,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = args.seconds or (30.0 if args.quick else 60.0)
     rates = [float(r) for r in args.rates.split(",")]
     placements = PLACEMENTS if "placement" in args.parts else {}
-    alphas = {f"{alpha:g}": alpha for alpha in ALPHAS if "resources" in args.parts}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context) as pool:
-
-        def submit(measure: Callable[..., Result], case: Any, compared: Comparison) -> Any:
-            return {
-                row: {r: pool.submit(measure, case, row, r, seconds) for r in rates}
-                for row in compared.rows
-            }
-
-        coming = {name: submit(placed, name, PLACED) for name in placements}
-        coming |= {a: submit(managed, (args.unit, alpha), PARTS) for a, alpha in alphas.items()}
+    alphas = [f"{alpha:g}" for alpha in ALPHAS if "resources" in args.parts]
+    with Sweep(args.processes) as sweep:
         results: dict[str, Rows] = {
-            case: {row: {r: c.result() for r, c in by.items()} for row, by in rows.items()}
-            for case, rows in coming.items()
+            **sweep.over((placements, PLACED.rows, rates), partial(placed, seconds=seconds)),
+            **sweep.over(
+                (alphas, PARTS.rows, rates), partial(managed, sizes=args.unit, seconds=seconds)
+            ),
         }
     outcome = {
         "placement_over_greedy": {n: most("muxserve", "greedy", results[n]) for n in placements},
@@ -180,10 +169,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             a: most_attained("both", "compute", results[a]) for a in alphas
         },
     }
-    rows = {
-        case: {row: {f"{r:g}": asdict(x) for r, x in by.items()} for row, by in found.items()}
-        for case, found in results.items()
-    }
     what = "req/s by rate; in SLO; worst"
     shown = [over_rates(f"placement, {name}: {what}", results[name]) for name in placements]
     shown += [over_rates(f"resource manager, power law {a}: {what}", results[a]) for a in alphas]
@@ -192,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for case, of in by.items():
             cells = (f"{of['ratio']:.2f}", f"{of['at_rate']:g}", f"{of['attainment_ratio']:.2f}")
             ratios.add_row(key, case, *cells)
-    result = {**outcome, "unit": args.unit, "seconds": seconds, "rows": rows}
+    result = {**outcome, "unit": args.unit, "seconds": seconds, "rows": plain(results)}
     finish(args, "mux_ablations", result, Group(*shown, ratios))
 
 

@@ -26,12 +26,10 @@ or a baseline is not seen to reach it. `rate_at_99`, `rate_at_95`: of each row.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -56,6 +54,7 @@ from benchmarks.contenders import Comparison, Contender
 from benchmarks.mux_estimator import memory_of, tenant_of
 from benchmarks.mux_sim import CONTEXT, ENGINE, LANES, TERMS, level, throughput
 from benchmarks.rate_curves import Curve
+from benchmarks.sweep import Sweep, add_processes, plain
 
 DEVICE = "A100-80G"
 PER_HOST = 8
@@ -241,9 +240,9 @@ def serve(
 
 def measure(
     name: str,
+    alpha: float,
     row: str,
     rate: float,
-    alpha: float,
     seconds: float,
     headroom: float = 1.0,
     seed: int = 1,
@@ -309,27 +308,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--seconds", type=float, help="of arrivals; default 120, quick 40")
         parser.add_argument("--rates", default=",".join(map(str, RATES)), help="by model, mean")
         parser.add_argument("--headroom", type=float, default=1.0, help="default 1")
-        parser.add_argument("--processes", type=int, default=2)
+        add_processes(parser)
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (40.0 if args.quick else 120.0)
     alphas, rates = ([float(x) for x in of.split(",")] for of in (args.alphas, args.rates))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context) as pool:
-        coming = {
-            alpha: {
-                row: {
-                    r: pool.submit(measure, args.models, row, r, alpha, seconds, args.headroom)
-                    for r in rates
-                }
-                for row in COMPARED.rows
-            }
-            for alpha in alphas
-        }
-        results = {
-            alpha: {row: {r: c.result() for r, c in by.items()} for row, by in rows.items()}
-            for alpha, rows in coming.items()
-        }
+    run = partial(measure, args.models, seconds=seconds, headroom=args.headroom)
+    with Sweep(args.processes) as sweep:
+        results = sweep.over((alphas, COMPARED.rows, rates), run)
     shown = [
         table_of(f"{args.models} models, power law {alpha:g}: req/s by rate; in SLO; worst", rows)
         for alpha, rows in results.items()
@@ -339,13 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seconds": seconds,
         "headroom": args.headroom,
         "alphas": {
-            f"{alpha:g}": {
-                **summary(rows),
-                "rows": {
-                    row: {f"{r:g}": asdict(x) for r, x in by.items()} for row, by in rows.items()
-                },
-            }
-            for alpha, rows in results.items()
+            f"{alpha:g}": {**summary(rows), "rows": plain(rows)} for alpha, rows in results.items()
         },
     }
     finish(args, "mux_cluster", result, Group(*shown))

@@ -11,13 +11,11 @@ units and rates. `by_factor`: the median at each rate; what is asked little is e
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from rich.table import Table
@@ -32,6 +30,7 @@ from ballast.policy.presets import resolve, shared_options
 from ballast.sim.cluster import USABLE, Kind, parse_kinds
 from benchmarks.common import finish, options
 from benchmarks.mux_sim import ENGINE, LANES, TERMS, Setting, ended_within, specs_of, workload
+from benchmarks.sweep import Sweep, add_processes, plain
 
 
 @dataclass(frozen=True)
@@ -161,14 +160,13 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--processes", type=int, default=2)
+        add_processes(parser)
 
     args = options(__doc__, argv, extra)
     seconds = 60.0 if args.quick else 180.0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context) as pool:
-        coming = [pool.submit(measure, name, f, seconds) for name in UNITS for f in FACTORS]
-        results = [r for c in coming for r in c.result()]
+    with Sweep(args.processes) as sweep:
+        by_unit = sweep.over((UNITS, FACTORS), partial(measure, seconds=seconds))
+    results = [r for by in by_unit.values() for found in by.values() for r in found]
     columns = ("unit", "rate", "model", "asked/s", "estimated", "simulated", "error")
     table = Table(*columns, title="mux_estimator")
     for r in results:
@@ -176,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.add_row(r.unit, f"{r.factor:g} x", r.model, *rates, f"{r.error:+.0%}")
     outcome = summary(results)
     table.caption = f"median {outcome['estimator_error_median_pct']:.0f} %"
-    result = {**outcome, "seconds": seconds, "rows": [asdict(r) for r in results]}
+    result = {**outcome, "seconds": seconds, "rows": plain(results)}
     finish(args, "mux_estimator", result, table)
 
 

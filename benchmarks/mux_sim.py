@@ -24,11 +24,10 @@ every model, which that mean hides.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,7 @@ from ballast.workload.lengths import SHAREGPT_OUTPUT, SHAREGPT_PROMPT, LogNormal
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.common import finish, options
 from benchmarks.contenders import Comparison, Contender
+from benchmarks.sweep import Sweep, add_processes, plain
 
 DEVICE = "A100-80G:tp4"
 ENGINE = "eager"
@@ -255,25 +255,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--settings", default=",".join(SETTINGS), help="default all")
         parser.add_argument("--seconds", type=float, help="of arrivals; default 180, quick 60")
         parser.add_argument("--longest-turn", type=float, default=0.0, help="of fcfs, s")
-        parser.add_argument("--processes", type=int, default=2)
+        add_processes(parser)
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (60.0 if args.quick else 180.0)
     factors = (1.0,) if args.quick else FACTORS
-    terms = (args.length, seconds, args.engine, args.longest_turn)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context) as pool:
-        coming = {
-            name: {
-                row: {f: pool.submit(measure, name, row, f, *terms) for f in factors}
-                for row in COMPARED.rows
-            }
-            for name in args.settings.split(",")
-        }
-        results = {
-            name: {row: {f: r.result() for f, r in by.items()} for row, by in rows.items()}
-            for name, rows in coming.items()
-        }
+    terms = {"length": args.length, "seconds": seconds, "engine": args.engine}
+    run = partial(measure, **terms, longest_turn=args.longest_turn)
+    with Sweep(args.processes) as sweep:
+        results = sweep.over((args.settings.split(","), COMPARED.rows, factors), run)
     console = Console(width=150)
     for name, rows in results.items():
         console.print(table_of(name, rows))
@@ -286,10 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "longest_turn": args.longest_turn,
         "seconds": seconds,
         "lanes": {row: lanes_of(row) for row in COMPARED.rows},
-        "rows": {
-            name: {row: {f"{f:g}": asdict(r) for f, r in by.items()} for row, by in rows.items()}
-            for name, rows in results.items()
-        },
+        "rows": plain(results),
     }
     shown = Table("", *results, title="mux_sim")
     for key in ("throughput_over_fcfs", "throughput_over_round_robin"):

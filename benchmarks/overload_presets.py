@@ -13,9 +13,7 @@ rate; `preemptions_per_request_max` is the highest number of preemptions per req
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,7 @@ from ballast.workload.workload import Workload
 from benchmarks.common import finish, options
 from benchmarks.contenders import TURNS_AND_DEADLINES, defaults
 from benchmarks.doc_tables import markdown
+from benchmarks.sweep import Sweep, add_processes
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/arena27_vtc_prism_0-300s.csv.gz"
 DEVICE = "1xH100-80G"
@@ -136,20 +135,16 @@ def _cell(r: Result) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--trace", type=Path, default=TRACE, help="the Arena's trace")
-        parser.add_argument("--processes", type=int, default=2)
+        add_processes(parser)
 
     args = options(__doc__, argv, extra)
     run = partial(measure, trace=args.trace, quick=args.quick)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context) as pool:
-        baselines = [f"{BASELINE}+{order}" for order in TURNS_AND_DEADLINES]
-        seek = {rate: [pool.submit(run, b, rate) for b in baselines] for rate in KNEES}
-        at = knee({rate: [f.result() for f in found] for rate, found in seek.items()})
+    baselines = [f"{BASELINE}+{order}" for order in TURNS_AND_DEADLINES]
+    with Sweep(args.processes) as sweep:
+        sought = sweep.over((baselines, KNEES), run)
+        at = knee({rate: [by_rate[rate] for by_rate in sought.values()] for rate in KNEES})
         rates = [at * m for m in (QUICK_MULTIPLES if args.quick else MULTIPLES)]
-        coming = {row: {r: pool.submit(run, row, r) for r in rates} for row in COMPARED.rows}
-        results = {
-            row: {r: f.result() for r, f in by_rate.items()} for row, by_rate in coming.items()
-        }
+        results = sweep.over((COMPARED.rows, rates), run)
     short = below(results)
     work = arrivals(args.trace, quick=args.quick)
     result: dict[str, Any] = {

@@ -102,7 +102,7 @@ class Fleet:
         await self._post("models/evict")
         end = asyncio.get_running_loop().time() + SETTLED / 40
         while True:
-            found = sum(_leaked(d) for d in (await self.state())["devices"])
+            found = sum(leaked_of(d) for d in (await self.state())["devices"])
             if not found or asyncio.get_running_loop().time() > end:
                 return found
             await asyncio.sleep(0.5)
@@ -164,7 +164,7 @@ class Round:
         return sum(mine.ended and mine.tokens != other.tokens for mine, other in pairs)
 
 
-def _leaked(device: Any) -> int:
+def leaked_of(device: Any) -> int:
     """Pages that are neither free nor activations', or of no account at all."""
     owners = device["owners"]
     held = sum(n for owner, n in owners.items() if not owner.startswith("arena"))

@@ -21,10 +21,9 @@ equal results.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +49,7 @@ from benchmarks.prism_setting import (
     whole,
 )
 from benchmarks.rate_curves import Curve
+from benchmarks.sweep import Sweep, add_processes, plain
 
 SEARCHED = ("static", "muxserve", "swap", "balloon", "prism")
 FACTORS = (1.0, 4.0, 8.0)
@@ -124,11 +124,11 @@ def summary_of(found: Sequence[int | None]) -> dict[str, Any]:
 
 
 def searched(
-    name: str, search: Search, rows: Sequence[str], seeds: Sequence[int], pool: Executor
+    name: str, search: Search, rows: Sequence[str], seeds: Sequence[int], sweep: Sweep
 ) -> tuple[dict[str, Any], RenderableType]:
     """A part's result and its table."""
-    coming = {row: [pool.submit(search.fewest, row, s) for s in seeds] for row in rows}
-    found = {row: [c.result() for c in of] for row, of in coming.items()}
+    by_seed = sweep.over((rows, seeds), search.fewest)
+    found = {row: [*of.values()] for row, of in by_seed.items()}
     most = list(search.layouts)[-1]
     over = f"over {most}"
     columns = ("GPUs for 99 %", "from - to", "the paper's", f"TTFT, TPOT with {most}", "tried")
@@ -164,19 +164,11 @@ def _share(r: Result) -> str:
 
 
 def curves(
-    setting: Setting, seeds: Sequence[int], pool: Executor
+    setting: Setting, seeds: Sequence[int], sweep: Sweep
 ) -> tuple[dict[str, Any], RenderableType]:
     """`eight`: all rows, by the size of clumps."""
-    coming = {
-        row: {
-            f: [pool.submit(measure, replace(setting, clumps=f), row, whole(2), s) for s in seeds]
-            for f in FACTORS
-        }
-        for row in COMPARED.rows
-    }
-    found = {
-        row: {f: [c.result() for c in of] for f, of in by.items()} for row, by in coming.items()
-    }
+    results = sweep.over((COMPARED.rows, FACTORS, seeds), partial(clumped, setting))
+    found = {row: {f: [*of.values()] for f, of in by.items()} for row, by in results.items()}
     columns = (*(f"{f:g} x" for f in FACTORS), "99 % up to")
     table = Table("", *columns, title="eight models on two devices: in time; moves")
     at = {}
@@ -186,11 +178,12 @@ def curves(
             f"{fmean(r.both for r in of):.1%}; {fmean(r.moves for r in of):g}" for of in by.values()
         )
         table.add_row(row, *cells, f"{at[row]:.2f} x")
-    eight = {
-        row: {f"{f:g}": [asdict(r) for r in of] for f, of in by.items()}
-        for row, by in found.items()
-    }
-    return {"factor_at_99": at, "eight": eight}, table
+    return {"factor_at_99": at, "eight": plain(found)}, table
+
+
+def clumped(setting: Setting, row: str, factor: float, seed: int) -> Result:
+    """A row with clumps of so many times the requests."""
+    return measure(replace(setting, clumps=factor), row, whole(2), seed)
 
 
 def under(
@@ -207,21 +200,27 @@ def under(
         return measure(setting, "prism", whole(2), seed, ttl=idle, files=files)
 
 
+Variant = tuple[float | None, float, dict[str, float]]
+"""Idle threshold, window and settings of moves, as `under` has them."""
+
+
+def varied(setting: Setting, variants: Mapping[str, Variant], name: str, seed: int) -> Result:
+    """A variant by its name."""
+    return under(setting, seed, *variants[name])
+
+
 def sensitivity(
-    setting: Setting, seeds: Sequence[int], pool: Executor
+    setting: Setting, seeds: Sequence[int], sweep: Sweep
 ) -> tuple[dict[str, Any], RenderableType]:
     """A.4's parameters, one at a time."""
-    variants: dict[str, tuple[float | None, float, dict[str, float]]] = {
+    variants: dict[str, Variant] = {
         **{f"idle {'by need' if i is None else f'{i:g} s'}": (i, 60.0, {}) for i in IDLES},
         **{f"window {w:g} s": (None, w, {}) for w in WINDOWS},
         **{f"gain {g:.0%}": (None, 60.0, {"threshold": g}) for g in GAINS},
         **{f"round {r:g} s": (None, 60.0, {"every": r}) for r in ROUNDS},
     }
-    coming = {
-        name: [pool.submit(under, setting, s, *variant) for s in seeds]
-        for name, variant in variants.items()
-    }
-    found = {name: [c.result() for c in of] for name, of in coming.items()}
+    results = sweep.over((variants, seeds), partial(varied, setting, variants))
+    found = {name: [*of.values()] for name, of in results.items()}
     table = Table("", "mean TTFT", "in time", "activations", "moves", title="sensitivity")
     for name, of in found.items():
         table.add_row(
@@ -231,7 +230,7 @@ def sensitivity(
             f"{fmean(r.activations for r in of):g}",
             f"{fmean(r.moves for r in of):g}",
         )
-    return {"sensitivity": {name: [asdict(r) for r in of] for name, of in found.items()}}, table
+    return {"sensitivity": plain(found)}, table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -246,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--scale", type=float, default=1.0, help="of all service levels")
         parser.add_argument("--every", type=float, help="seconds between rounds of migration")
         parser.add_argument("--no-floor", action="store_true", help="levels shorter than Prism's")
-        parser.add_argument("--processes", type=int, default=2)
+        add_processes(parser)
 
     args = options(__doc__, argv, extra)
     seconds = args.seconds or (30.0 if args.quick else 60.0)
@@ -256,19 +255,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.clumps is not None:
         terms["clumps"] = args.clumps
     eight = replace(Setting(EIGHT, seconds, clumps=8.0), **terms)
-    context = multiprocessing.get_context("spawn")
     result: dict[str, Any] = {"seeds": len(seeds), **terms}
     tables = []
-    with ProcessPoolExecutor(args.processes, context) as pool:
+    with Sweep(args.processes) as sweep:
         run: dict[str, Callable[[], tuple[dict[str, Any], RenderableType]]] = {
-            "eight": lambda: curves(eight, seeds, pool),
-            "sensitivity": lambda: sensitivity(eight, seeds, pool),
+            "eight": lambda: curves(eight, seeds, sweep),
+            "sensitivity": lambda: sensitivity(eight, seeds, sweep),
         }
         for part in args.part:
             if part in SEARCHES:
                 of = SEARCHES[part]
                 search = replace(of, setting=replace(of.setting, **terms))
-                found, table = searched(part, search, args.rows, seeds, pool)
+                found, table = searched(part, search, args.rows, seeds, sweep)
             else:
                 found, table = run[part]()
             result.update(found)

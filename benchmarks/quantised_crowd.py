@@ -91,7 +91,7 @@ def crowd(source: Path, scratch: Path, rounds: int) -> dict[str, Any]:
             expected |= server.generate(own)
             state = server.device.state
             (model,) = state.models.values()
-            kv = model.kv.most_pages(-(-(20 + NEW_TOKENS) // model.spec.block_tokens))
+            kv = model.kv.layout.pages(-(-(20 + NEW_TOKENS) // model.spec.block_tokens))
             pages, room = state.arena.pages, max(room, model.weights.pages + rounds * kv)
             page_bytes = state.settings.page_bytes
     budget = (pages + ROOM * room) * page_bytes

@@ -83,7 +83,7 @@ class Caches:
         self.one.validate([self.table])
         self.other.validate([])
         self.one.free(self.table)
-        return self.moved + self.one.relocations + self.other.relocations
+        return self.moved + self.one.book.relocations + self.other.book.relocations
 
 
 def measure(blocks: int, rounds: int) -> dict[str, float]:

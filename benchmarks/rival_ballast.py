@@ -24,11 +24,11 @@ class Ballast:
     def settings(self, terms: Terms) -> Sequence[Settings]:
         """Preset and order of compute, tokens of a step, threads, jobs at a time."""
         return [
+            _settings(terms, "ballast"),
+            _settings(terms, "ballast", step_tokens=128),
+            _settings(terms, "ballast", threads=1),
+            _settings(terms, "ballast", lanes=2),
             _settings(terms, "balloon"),
-            _settings(terms, "balloon", step_tokens=128),
-            _settings(terms, "balloon", threads=1),
-            _settings(terms, "balloon", lanes=2),
-            _settings(terms, "balloon+round-robin"),
             _settings(terms, "lru+deadline"),
         ]
 

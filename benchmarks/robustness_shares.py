@@ -27,11 +27,12 @@ PATIENCE_SECONDS = 3.0
 """After which an attacker's client leaves, whatever it was promised."""
 BUDGET, BANDWIDTH = "4MiB", "20MB/s"
 """Some two models fit, and one takes 50 ms to come."""
+SLOW = "2MB/s"
+"""One takes 0.5 s to come: nobody who leaves can have been too late."""
 FLOOD = 600
 """Prompts of 200 tokens, of which the cache holds a third."""
 LEAVING_SECONDS = 0.02
 SECTION = f"""
-links: [{{bandwidth: {BANDWIDTH}}}]
 server:
   keys:
     - {{name: attacker, key: {ATTACKER_KEY}, activations_per_minute: {PER_MINUTE}}}
@@ -42,14 +43,14 @@ server:
 
 
 @contextmanager
-def _crowded(target: Target) -> Iterator[tuple[Target, list[str]]]:
+def _crowded(target: Target, bandwidth: str = BANDWIDTH) -> Iterator[tuple[Target, list[str]]]:
     """A server whose models take more memory than there is, and their names."""
     directory = target.fleet_file.parent / f"crowded-{time.monotonic_ns()}"
     made = make_fleet(
         directory, n_models=MODELS, steps=0, size="tiny", dtype="float32", seed=1, budget=BUDGET
     )
     file = Path(made.file)
-    file.write_text(file.read_text() + SECTION)
+    file.write_text(f"{file.read_text()}\nlinks: [{{bandwidth: {bandwidth}}}]\n{SECTION}")
     with serving(file, "--no-changes", "--log-level", "error") as running:
         second = Target(running.url, running.pid, file, target.log)
         _, listed = second.ask("GET", "/v1/models", key=OTHER_KEY)
@@ -103,7 +104,7 @@ def goes_round(target: Target) -> str:
 
 def leaves(target: Target) -> str:
     """Ask for absent models, and leave before they are there."""
-    with _crowded(target) as (second, models):
+    with _crowded(target, SLOW) as (second, models):
         for model in models:
             with contextlib.suppress(OSError):
                 body = {"model": model, "prompt": [40], "max_tokens": 1}

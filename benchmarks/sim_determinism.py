@@ -36,7 +36,7 @@ from ballast.core.settings import (
 from ballast.core.units import MiB
 from ballast.fleet.entry_directory import CATALOGUE
 from ballast.sim.cluster import Kind, parse_kinds
-from ballast.sim.cluster_files import NO_FILES, ClusterFiles, LendingOrder
+from ballast.sim.cluster_files import NO_FILES, ClusterFiles, OperatorOrder
 from ballast.sim.cost_switches import CostSwitches
 from ballast.sim.topology import ClusterLinks, PeerLinks
 from benchmarks.common import finish, options
@@ -58,8 +58,8 @@ TOGETHER_PRESETS = "swap,balloon,mirage"
 GIVEN = ClusterFiles(
     joints=ClusterLinks(per_host=4, host=LinkRates.even(3e10), peers=PeerLinks.PCIE),
     orders=(
-        LendingOrder(at=1.0, lender=1, borrower=2, lend=256 * MiB),
-        LendingOrder(at=5.0, lender=1, borrower=2, recall="all"),
+        OperatorOrder(at=1.0, lender=1, borrower=2, lend=256 * MiB),
+        OperatorOrder(at=5.0, lender=1, borrower=2, recall="all"),
     ),
 )
 

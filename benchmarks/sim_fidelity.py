@@ -23,9 +23,13 @@ simulated. `others_cpu`: cores that other processes and the hypervisor took.
 with the profiles taken before and after (the median counts); `capacity_error_max` is the largest
 error, with a goal of 15 %. Rates are 9 % apart.
 
+`--quick`: the presets `QUICK`, one turn, and the highest rate of the one that moves models.
+
 Part `two`: the same figures, and rates, of two devices with half of the cores and the budget each,
 served by worker processes, and profiled behind them (`worker_profile`). Virtual devices have the
-models that the live server gives them.
+models that the live server gives them. `decisions_alike`: the part of what the fleet policy of
+`prism` decides, looking every 2 s, that it decides live and in virtual time in the same order, on
+the same arrivals; not stated where it decides nothing.
 
 With `--keep DIR` a run is resumed: what has been measured there is not measured again.
 """
@@ -49,13 +53,14 @@ from ballast.policy.presets import PRESETS
 from benchmarks.common import MET, NOT_STATED, finish, options, verdict
 from benchmarks.contenders import defaults
 from benchmarks.devices import capacity_errors
-from benchmarks.fidelity_runs import FIRST, Document, Point, Runs, on, summary
+from benchmarks.fidelity_runs import FIRST, MOVES, Document, Point, Runs, on, summary
 from benchmarks.setting import trace_option
 
 SHARE = 0.8
 """Of a preset's highest rate."""
 TURNS = 3
 COMPARED = defaults(*PRESETS)
+QUICK = defaults("static", "balloon", MOVES)
 GOALS = {
     "output_tokens_per_second": 0.1,
     "ttft_p50": 0.1,
@@ -111,7 +116,7 @@ class Fidelity:
         self.runs = runs
         self.devices = devices
 
-    def steps(self, turns: int, *, capacity: bool) -> Iterator[str]:
+    def steps(self, turns: int, capacity: Sequence[str]) -> Iterator[str]:
         """Measures; says what it has measured, step by step."""
         self.runs.measured(FIRST, self.devices)
         yield f"max rates {self.rates}"
@@ -122,7 +127,9 @@ class Fidelity:
                 values = (f"{key} {value:.4g}" for key, value in outcome["figures"].items())
                 yield f"turn {turn + 1} {point}: {', '.join(values)}"
             self.runs.measured(self.runs.around(points[-1].preset, turn)[1], self.devices)
-        for preset in COMPARED.rows if capacity else ():
+        if self.devices > 1:
+            yield f"decisions: {self.decisions}"
+        for preset in capacity:
             yield f"{on(preset, self.devices)}: {self.runs.capacity(preset, self.devices)}"
 
     @cached_property
@@ -137,7 +144,8 @@ class Fidelity:
 
     @property
     def points(self) -> list[Point]:
-        pairs = [(p, r) for p in COMPARED.rows for r in (self.common, SHARE * self.rates[p])]
+        rows = self.runs.compared.rows
+        pairs = [(p, r) for p in rows for r in (self.common, SHARE * self.rates[p])]
         return list(dict.fromkeys(Point(p, r, self.devices) for p, r in pairs))
 
     def cells(self, turns: int) -> list[Cell]:
@@ -161,10 +169,14 @@ class Fidelity:
         return cells
 
     @property
-    def capacities(self) -> dict[str, Document]:
+    def decisions(self) -> Document:
+        """What a fleet policy that moves models decides, at the rate at which presets compare."""
+        return self.runs.decisions(self.devices, self.rates[MOVES])
+
+    def capacities(self, presets: Sequence[str]) -> dict[str, Document]:
         """By preset, as `Runs.capacity` found it, with the median of virtual time."""
         found = {}
-        for preset in COMPARED.rows:
+        for preset in presets:
             outcome = self.runs.capacity(preset, self.devices)
             found[on(preset, self.devices)] = {
                 **outcome,
@@ -275,7 +287,7 @@ def extra(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="of a live run; default 28, quick 12")
     parser.add_argument("--turns", type=int, default=None, help="default 3, quick 1")
     parser.add_argument("--parts", default="one,two", help="devices; default one,two")
-    parser.add_argument("--no-capacity", action="store_true", help="no highest rates; so is quick")
+    parser.add_argument("--no-capacity", action="store_true", help="no highest rates")
     parser.add_argument(
         "--stop-after", type=float, default=float("inf"), help="seconds to begin steps in"
     )
@@ -286,29 +298,35 @@ def main() -> None:
     console = Console(width=150)
     began = time.monotonic()
     turns = args.turns or (1 if args.quick else TURNS)
-    capacity = not (args.quick or args.no_capacity)
+    compared = QUICK if args.quick else COMPARED
+    capacity = [] if args.no_capacity else [MOVES] if args.quick else list(compared.rows)
     with tempfile.TemporaryDirectory() as scratch:
         runs = Runs(
             args.keep or Path(scratch),
             args.trace,
             args.seconds or (12.0 if args.quick else 28.0),
             rounds=1 if args.quick else 2,
-            compared=COMPARED,
+            compared=compared,
         )
         parts = [Fidelity(runs, PARTS[name]) for name in args.parts.split(",")]
-        for step in itertools.chain(*(part.steps(turns, capacity=capacity) for part in parts)):
+        for step in itertools.chain(*(part.steps(turns, capacity) for part in parts)):
             console.print(f"{time.monotonic() - began:4.0f} s  {step}", highlight=False)
             if time.monotonic() - began > args.stop_after:
                 console.print(f"stopped; go on with --keep {args.keep}")
                 return
         cells = [cell for part in parts for cell in part.cells(turns)]
-        found = {k: v for part in parts for k, v in part.capacities.items()} if capacity else {}
+        found = {k: v for part in parts for k, v in part.capacities(capacity).items()}
         capacities = capacity_errors(
             {name: outcome["live"] for name, outcome in found.items()},
             {name: outcome["virtual_median"] for name, outcome in found.items()},
             CAPACITY_GOAL,
         )
         outcome = {**summary_of(cells, [part.common for part in parts]), **capacities}
+        decisions = [part.decisions for part in parts if part.devices > 1]
+        for decided in decisions:
+            outcome["decisions_alike"] = (
+                NOT_STATED if decided["alike"] is None else decided["alike"]
+            )
         result = {
             **outcome,
             "workload": runs.trace.describe(),
@@ -316,6 +334,7 @@ def main() -> None:
             "turns": turns,
             "max_rate_virtual": {on(p, f.devices): r for f in parts for p, r in f.rates.items()},
             "capacities": found,
+            "decisions": decisions,
             "cells": by_point(cells),
             "profiled_others_cpu": runs.disturbed(),
             "live": {k: v for part in parts for k, v in part.live_runs(turns).items()},

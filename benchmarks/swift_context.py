@@ -8,7 +8,8 @@ here. Activations are counted, not measured: residual stream, and of a layer its
 MLP.
 
 And live on CPU, by budget: the longest prompt that one device accepts and answers under
-`swiftcache` over that under `balloon` (KV beyond the device's is on the host, layer by layer).
+`swiftcache` over that under `balloon` in chunks as long (KV beyond the device's is on the host,
+layer by layer), in chunks four times as long, and in one.
 
 - `ratio_8k`, `ratio_32k`: the least and the most of `swiftcache` over chunks of 8K (the paper:
   1.58 to 3.98), and over chunks of 32K and none (1.81 to 6.66).
@@ -20,14 +21,16 @@ And live on CPU, by budget: the longest prompt that one device accepts and answe
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ballast.bench.inprocess import InProcess
+from ballast.core.errors import ConfigError
 from ballast.core.event import FailedOutput
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
@@ -61,6 +64,14 @@ WORKED = ("Qwen3-8b", "Qwen3-14b", "Qwen3-32b")
 PAGE = 2 * MiB
 LIVE_PAGES = (32, 64)
 """Pages of KV on the live device."""
+LIVE_CHUNK = 64
+LIVE_ROWS = {
+    "8K": ("balloon", LIVE_CHUNK),
+    "32K": ("balloon", 4 * LIVE_CHUNK),
+    "swiftcache": ("swiftcache", LIVE_CHUNK),
+}
+"""Preset and `step_tokens` of rows: chunks in the proportion of 8K to 32K. `none` is `balloon` in
+chunks as long as each prompt."""
 
 
 def activation_bytes(m: ModelFacts) -> int:
@@ -137,31 +148,47 @@ def contradiction() -> list[float]:
 
 
 def live(pages: int, scratch: Path) -> dict[str, int]:
-    """The longest prompt that a device with so many pages of KV serves, by preset."""
+    """The longest prompt that a device serves, by row; with a chunk of 64 tokens its budget leaves
+    so many pages to KV, and fewer with longer ones, whose activations take more."""
     path = make_llama(scratch / f"m{pages}", 0, num_hidden_layers=16, max_position_embeddings=65536)
-    device = DeviceSettings(budget_bytes=64 * MiB, page_bytes=64 * KiB, step_tokens=64)
+    device = DeviceSettings(budget_bytes=64 * MiB, page_bytes=64 * KiB, step_tokens=LIVE_CHUNK)
     model = ModelSettings(name="m", path=str(path), dtype="float32")
     fleet = FleetSettings(models=(model,), device=device)
     with InProcess(fleet) as server:
         state = server.device.state
         least = state.arena.pages + state.models["m"].weights.pages
-    device = replace(device, budget_bytes=(least + pages) * device.page_bytes)
+    budget = (least + pages) * device.page_bytes
+
+    def row(preset: str, step_tokens: int) -> FleetSettings:
+        own = replace(device, budget_bytes=budget, step_tokens=step_tokens)
+        return replace(fleet, device=own, preset=preset)
+
     found = {}
-    for preset in ("balloon", "swiftcache"):
-        with InProcess(replace(fleet, device=device, preset=preset)) as server:
-            found[preset] = _longest_accepted(server)
+    for name, (preset, chunk) in LIVE_ROWS.items():
+        with InProcess(row(preset, chunk)) as server:
+            found[name] = _longest(partial(_served, server))
+    found["none"] = _longest(lambda n: _served_whole(row("balloon", n), n))
     return found
 
 
-def _longest_accepted(server: InProcess) -> int:
+def _longest(serves: Callable[[int], bool]) -> int:
     """Bisect the longest prompt; what is refused costs nothing, and what is accepted is served."""
-    low, high = 0, 1
-    while high <= 1 << 15 and _served(server, high):
+    low, high = 0, 16
+    while high <= 1 << 15 and serves(high):
         low, high = high, 2 * high
     while high - low > 16:
         middle = (low + high) // 2
-        low, high = (middle, high) if _served(server, middle) else (low, middle)
+        low, high = (middle, high) if serves(middle) else (low, middle)
     return low
+
+
+def _served_whole(fleet: FleetSettings, tokens: int) -> bool:
+    """Whether a device whose steps have as many tokens serves a prompt in one step."""
+    try:
+        with InProcess(fleet) as server:
+            return _served(server, tokens)
+    except ConfigError:
+        return False  # its activations do not fit
 
 
 def _served(server: InProcess, tokens: int) -> bool:
@@ -246,7 +273,7 @@ def main() -> None:
         budgets = LIVE_PAGES[:1] if args.quick else LIVE_PAGES
         result["live"] = {str(pages): live(pages, Path(scratch)) for pages in budgets}
     result["live_ratio"] = {
-        pages: row["swiftcache"] / row["balloon"] for pages, row in result["live"].items()
+        pages: row["swiftcache"] / row["8K"] for pages, row in result["live"].items()
     }
     finish(args, "swift_context", result, drawn(result))
 
@@ -263,10 +290,9 @@ def drawn(result: dict[str, Any]) -> Table:
             ratio = f"{row['swiftcache'] / row['chunk_8k']:.2f}"
             table.add_row(device, name, *(f"{n:,}" for n in cells), ratio)
     for pages, row in result["live"].items():
-        ratio = f"{row['swiftcache'] / row['balloon']:.2f}"
-        table.add_row(
-            "CPU", f"{pages} pages", f"{row['balloon']:,}", "", "", f"{row['swiftcache']:,}", ratio
-        )
+        cells = (row[c] for c in ("8K", "32K", "none", "swiftcache"))
+        ratio = f"{row['swiftcache'] / row['8K']:.2f}"
+        table.add_row("CPU", f"{pages} pages", *(f"{n:,}" for n in cells), ratio)
     return table
 
 

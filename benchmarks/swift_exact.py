@@ -280,7 +280,7 @@ def measure(directory: Path) -> dict[str, Case]:
     with InProcess(roomy) as server:
         state = server.device.state
         pages = state.arena.pages + state.models["m"].weights.pages + OWN
-        assert state.models["m"].kv.most_pages(LONG // state.models["m"].spec.block_tokens) > OWN
+        assert state.models["m"].kv.layout.pages(LONG // state.models["m"].spec.block_tokens) > OWN
     short = replace(device, budget_bytes=pages * PAGE)
     swift = FleetSettings(models=(model,), device=short, preset="swiftcache")
     tokens, most = in_process(swift, streamed)

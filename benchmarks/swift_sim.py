@@ -11,13 +11,17 @@ Rows, on equal terms (order of compute by deadline, prefix cache): `swiftcache`;
 the borrower as master by Algorithm 1; `offload`, blocks on the host (as LMCache, HiCache); `none`.
 
 - `p99_ttft_over_offload`: by borrower (the paper: 0.31 to 0.46).
-- `lender_ttft`, `lender_tpot`: medians of the neighbours. A lender's memory bandwidth is not shared
-  with its borrower here.
-- `sweep`: the same, with NVLink 1/4 to 4 times as fast.
+- `lenders`: by row and neighbour, its median TTFT and TPOT. A lender's memory bandwidth is not
+  shared with its borrower here.
+- `sweep`: the first, with NVLink 1/4 to 4 times as fast.
+- `beside`: what the text states, and the same here.
+
+`--borrowers LWM-1M-7b,Qwen3-14b`: only these; `--rows`: only these, of which nothing is compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Sequence
@@ -28,6 +32,7 @@ import numpy as np
 from rich.table import Table
 
 from ballast.bench.cluster_run import ClusterRun, run_cluster
+from ballast.bench.progress import shown
 from ballast.bench.record import RequestRecord
 from ballast.core.fleet import LendPages, Need, Room
 from ballast.core.link import LinkRates
@@ -54,7 +59,7 @@ SERVED = replace(CLUSTER_SERVED, page_bytes=32 * MiB)
 SLO = Slo(ttft=5.0, tpot=0.2)
 PCIE, NVLINK = 32e9, 200e9
 HOST = 96 * GiB
-SESSIONS = {"LWM-1M-7b": 6, "Qwen3-14b": 18, "Qwen3-32b": 10}
+SESSIONS = {"LWM-1M-7b": 6, "Qwen3-14b": 14, "Qwen3-32b": 10}
 """Of the borrower: their KV fills its own memory and most of what its neighbours can spare."""
 RATES = {"LWM-1M-7b": 0.5, "Qwen3-14b": 0.5, "Qwen3-32b": 0.25}
 """Turns per second; `offload` must not be beyond its link's capacity."""
@@ -67,7 +72,17 @@ WARM = {"LWM-1M-7b": 20.0, "Qwen3-14b": 30.0, "Qwen3-32b": 60.0}
 OUTPUT = 16
 """Tokens of an answer: the paper measures prefills. Decode steps read borrowed KV as well, each of
 them all of it, which the paper does not say."""
-SWEEP = (0.25, 1.0, 4.0)
+SWEEP = (0.25, 4.0)
+INTERFERENCE = {
+    "LWM-1M-7b": (
+        ("worker_ttft_14b", "Qwen3-14b", "ttft"),
+        ("worker_tpot_14b", "Qwen3-14b", "tpot"),
+        ("worker_ttft_32b", "Qwen3-32b", "ttft"),
+        ("worker_tpot_32b", "Qwen3-32b", "tpot"),
+    ),
+    "Qwen3-32b": (("worker_ttft_of_32b", "", "ttft"), ("worker_tpot_of_32b", "", "tpot")),
+}
+"""By borrower: what the text states, the lender (empty: all), and of which latency."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,7 @@ ROWS = {
     "offload": Row("balloon", offload=True),
     "none": Row("balloon"),
 }
+LENT = ROWS["swiftcache"]
 
 
 def specs() -> list[ModelSpec]:
@@ -189,8 +205,14 @@ def measured(borrower: str, ran: ClusterRun, begins: float) -> dict[str, Any]:
         "p50_ttft": _percentile(own, 50),
         "p99_ttft": _percentile(own, 99),
         "cached": sum(r.cached_tokens for r in own) / sum(r.prompt_tokens for r in own),
-        "lender_ttft": _median(r.ttft for r in records if r.model != borrower),
-        "lender_tpot": _median(r.tpot for r in records if r.model != borrower),
+        "lenders": {
+            model: {
+                "ttft": _median(r.ttft for r in records if r.model == model),
+                "tpot": _median(r.tpot for r in records if r.model == model),
+            }
+            for model in MODELS
+            if model != borrower
+        },
         "failed": sum(r.error is not None for r in records),
         "requests": len(own),
         "lends": len(lent),
@@ -209,36 +231,72 @@ def _median(values: Any) -> float | None:
 
 
 def main() -> None:
-    args = options(__doc__)
-    seconds = 120.0 if args.quick else 600.0
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--borrowers", default=",".join(MODELS))
+        parser.add_argument("--rows", default=",".join(ROWS))
+        parser.add_argument("--seconds", type=float, help="of each run, after first turns")
+
+    args = options(__doc__, extra=extra)
+    seconds = args.seconds or (120.0 if args.quick else 600.0)
     result: dict[str, Any] = {"rows": {}, "p99_ttft_over_offload": {}, "sweep": {}}
-    for borrower in MODELS:
-        _, begins = conversations(borrower, seconds, 0)
-        rows = {
-            name: measured(borrower, run(borrower, row, seconds), begins)
-            for name, row in ROWS.items()
-        }
-        result["rows"][borrower] = rows
-        p99 = {name: row["p99_ttft"] for name, row in rows.items()}
-        result["p99_ttft_over_offload"][borrower] = p99["swiftcache"] / p99["offload"]
-        if not args.quick:
-            swept = {factor: run(borrower, ROWS["swiftcache"], seconds, factor) for factor in SWEEP}
-            result["sweep"][borrower] = {
-                f"{f:g}": measured(borrower, ran, begins)["p99_ttft"] / p99["offload"]
-                for f, ran in swept.items()
-            }
+    with shown() as progress:
+        for borrower in args.borrowers.split(","):
+            _, begins = conversations(borrower, seconds, 0)
+            rows = result["rows"][borrower] = {}
+            for i, name in enumerate(args.rows.split(",")):
+                progress(f"{borrower}, {name}", i)
+                rows[name] = measured(borrower, run(borrower, ROWS[name], seconds), begins)
+            if not {"swiftcache", "offload"} <= rows.keys():
+                continue
+            offload = rows["offload"]["p99_ttft"]
+            result["p99_ttft_over_offload"][borrower] = rows["swiftcache"]["p99_ttft"] / offload
+            if not args.quick:
+                result["sweep"][borrower] = {
+                    f"{f:g}": measured(borrower, run(borrower, LENT, seconds, f), begins)[
+                        "p99_ttft"
+                    ]
+                    / offload
+                    for f in SWEEP
+                }
+    result["beside"] = beside(result)
     result["stated"] = {s.key: f"{s.value} {s.unit}" for s in STATED}
     result["contradictions"] = CONTRADICTIONS
     finish(args, "swift_sim", result, drawn(result))
+
+
+def beside(result: dict[str, Any]) -> list[tuple[str, str, float | None]]:
+    """(what, what the text states, what was measured), of borrowers whose rows have been run."""
+    stated = {s.key: s for s in STATED}
+    found: list[tuple[str, str, float | None]] = []
+    for borrower, ratio in result["p99_ttft_over_offload"].items():
+        texts = ("sharegpt", "leval")
+        least = min(float(stated[f"p99_over_hicache_{t}"].value) for t in texts)
+        most = max(float(stated[f"p99_over_lmcache_{t}"].value) for t in texts)
+        found.append((f"{borrower}: P99 TTFT over offload", f"{least:g} to {most:g}", ratio))
+        for key, lender, of in INTERFERENCE.get(borrower, ()):
+            lent, apart = (
+                _median(v["lenders"][m][of] for m in v["lenders"] if lender in ("", m))
+                for v in (result["rows"][borrower][row] for row in ("swiftcache", "offload"))
+            )
+            more = None if not lent or not apart else 100 * (lent / apart - 1)
+            name = f"{borrower}: {lender or 'all'} as lender, {of.upper()}, more by %"
+            found.append((name, f"at most {stated[key].value}", more))
+    return found
 
 
 def drawn(result: dict[str, Any]) -> Table:
     table = Table("borrower", "row", "P50", "P99 TTFT", "cached", "lenders' TTFT", "TPOT", "lent")
     for borrower, rows in result["rows"].items():
         for name, row in rows.items():
-            cells = ("p50_ttft", "p99_ttft", "cached", "lender_ttft", "lender_tpot")
-            shown = (f"{row[c]:.3f}" if row[c] is not None else "-" for c in cells)
-            table.add_row(borrower, name, *shown, str(row["lent_pages"]))
+            lenders = row["lenders"].values()
+            cells = (
+                *(row[c] for c in ("p50_ttft", "p99_ttft", "cached")),
+                *(_median(m[of] for m in lenders) for of in ("ttft", "tpot")),
+            )
+            shown_as = (f"{cell:.3f}" if cell is not None else "-" for cell in cells)
+            table.add_row(borrower, name, *shown_as, str(row["lent_pages"]))
+    lines = (f"{w}: the text {t}, here {v:.3g}" for w, t, v in result["beside"] if v is not None)
+    table.caption = "\n".join(lines) or None
     return table
 
 

@@ -63,7 +63,7 @@ SIZES: dict[str, Any] = {
 
 _LATENT = (
     *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text"),
-    *("glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"),
+    *("glm4_moe_lite", "glm_moe_dsa", "minicpm3", "sarvam_mla", "youtu"),
 )
 _GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoehybrid", "granitemoeshared")
 # 1.0, the default, saturates attention at these weights: float32 is then off by 4e-4 by itself.
@@ -77,12 +77,35 @@ _MULTIMODAL_ROPE = (
     "qwen2_5_omni_thinker",
 )
 _LATENT_TEXT = {"text_config": _EVERY_HEAD}
+# At larger weights the two forms of gated delta nets differ by up to 2e-4 in `transformers`.
+_DELTA = {
+    "initializer_range": 0.15,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA_TEXT = ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe")
+_SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_GEMMA3N = {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.9, 0.0, 0.0]}
+_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "resolution": 32}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 PARTICULAR: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_LATENT, _EVERY_HEAD),
     **dict.fromkeys(_GRANITE, _SCALED),
     **dict.fromkeys(_MULTIMODAL_ROPE, _MROPE_TEXT),
-    **dict.fromkeys(("mistral4", "mistral_large4", "unlimited_ocr", "kimi_k25"), _LATENT_TEXT),
+    **dict.fromkeys(("mistral_large4", "unlimited_ocr", "kimi_k25"), _LATENT_TEXT),
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
+    "cosmos3_edge": {"text_config": {"rope_parameters": _MROPE}},
+    "hunyuan_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "molmo2": {
+        "vision_config": {"image_size": [32, 32]},
+        "adapter_config": {"vision_feature_layer": [2, 1]},
+    },
     "glm4v_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
+    "bloom": {"seq_length": 512},
+    "chameleon": {"vocabulary_map": {"<image>": 9}, "vq_config": _VQ},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {
@@ -91,10 +114,21 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"text_config": _EVERY_HEAD},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.9, 0.0, 0.0]},
+    "emu3": {"vocabulary_map": {"<image>": 9}, "vq_config": _VQ},
+    "gemma3n": {"text_config": _GEMMA3N},
+    "gemma3n_text": _GEMMA3N,
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 24},
     "gptj": {"rotary_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "granite4_vision": {"deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1]},
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONVOLUTIONS),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),
+    **{kind: {"text_config": _DELTA} for kind in _DELTA_TEXT},
+    "bamba": {**_SCAN, "attn_layer_indices": [1]},
+    "falcon_h1": {**_SCAN, "mamba_d_ssm": 128},
+    "granitemoehybrid": {**_SCALED, **_SCAN, "layer_types": ["mamba", "attention", "mamba"]},
+    "bailing_hybrid": {**_EVERY_HEAD, **_DELTA},
+    "kimi_linear": {**_EVERY_HEAD, **_DELTA, "linear_num_heads": 4, "linear_head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16},
     "longcat_flash": {**_EVERY_HEAD, "head_dim": 8, "num_layers": 2},
     "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},

@@ -65,7 +65,7 @@ def cramped(paths: Mapping[str, Path]) -> FleetSettings:
     with InProcess(roomy) as server:
         state = server.device.state
         weights = max(m.weights.pages for m in state.models.values())
-        kv = max(m.kv.most_pages(-(-264 // m.spec.block_tokens)) for m in state.models.values())
+        kv = max(m.kv.layout.pages(-(-264 // m.spec.block_tokens)) for m in state.models.values())
         pages = state.arena.pages + 2 * weights + 4 * kv
     budget = pages * roomy.device.page_bytes * RANKS
     return replace(roomy, device=replace(roomy.device, budget_bytes=budget))

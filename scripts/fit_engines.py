@@ -180,14 +180,14 @@ def fit_steps(
 
 def all_reduce_bytes(reduces: Sequence[AllReduce], least: float) -> float:
     """How much longer a byte takes in ALL_REDUCES than over NCCL, whose least time they take
-    `least` times: least squares of relative errors."""
+    `least` times: least squares of relative errors, never shorter."""
     by_size = {a.tp: a for a in reduces}
     terms, beyond = [], []
     for tp, measured in ALL_REDUCES.items():
         for n, seconds in enumerate(1e-6 * us for us in measured):
             terms.append(by_size[tp].per_byte * ALL_REDUCES_FROM * 2**n / seconds)
             beyond.append(1 - least * by_size[tp].least / seconds)
-    return float(np.dot(terms, beyond) / np.dot(terms, terms))
+    return max(0.0, float(np.dot(terms, beyond) / np.dot(terms, terms)))
 
 
 def graphs_engine(

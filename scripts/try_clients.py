@@ -2,11 +2,12 @@
 """Try unmodified clients, each at its newest version in an environment of its own.
 
     ballast serve fleets/demo/fleet.yaml &
-    .venv/bin/python scripts/try_clients.py --url http://127.0.0.1:8000 --model smollm2
+    .venv/bin/python scripts/try_clients.py --url http://127.0.0.1:8000 --model atlas-chat
 
 Each asks one question, whole and streamed where it can, at temperature 0 and with few tokens. It
-works if it gets the text that plain HTTP gets. Needs a Python package index; those of JavaScript
-need `npm` and `node`, and are left out without. Prints a table; status 1 if one does not work.
+works if it gets the text that plain HTTP gets. Needs a Python package index (by `uv` where it is
+installed, which is quicker, else pip); those of JavaScript need `npm` and `node`, and are left out
+without. Prints a table; status 1 if one does not work.
 """
 
 from __future__ import annotations
@@ -311,9 +312,14 @@ def installed(client: Client, directory: Path) -> tuple[list[str], str]:
         run("npm", "install", "--no-audit", "--no-fund", *client.packages.split(), at=directory)
         manifest = directory / "node_modules" / client.name / "package.json"
         return ["node"], json.loads(manifest.read_text())["version"]
-    run(sys.executable, "-m", "venv", "venv", at=directory)
     python = str(directory / "venv" / "bin" / "python")
-    run(python, "-m", "pip", "install", "--quiet", *client.packages.split(), at=directory)
+    if shutil.which("uv"):
+        run("uv", "venv", "--quiet", "--python", sys.executable, "venv", at=directory)
+        install = ("uv", "pip", "install", "--quiet", "--python", python)
+    else:
+        run(sys.executable, "-m", "venv", "venv", at=directory)
+        install = (python, "-m", "pip", "install", "--quiet")
+    run(*install, *client.packages.split(), at=directory)
     asked = f"import importlib.metadata as m; print(m.version({client.name!r}))"
     return [python], run(python, "-c", asked, at=directory).strip()
 
@@ -354,7 +360,7 @@ def tried(client: Client, url: str, model: str, wanted: str) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default="atlas-chat")
     parser.add_argument("--only", help="names of clients, between commas")
     asked = parser.parse_args()
     clients = (*PYTHON, *(JAVASCRIPT if shutil.which("npm") else ()))
