@@ -95,8 +95,8 @@ def test_models_of_a_host_that_dies_are_served_by_other_devices() -> None:
             assert (workers.host_of("cpu:0"), controller.devices.restarts) == ("", 0)
             assert not controller.fail_waiting(), "the other one serves"
             agents.lose("y")
-            stream = controller.router.submit([asked("b", "b")])
             await until(lambda: workers.waits("cpu:0") and workers.waits("cpu:1"))
+            stream = controller.router.submit([asked("b", "b")])
             await until(controller.fail_waiting)  # as a server that stops does
             assert isinstance((await all_of(stream))[-1], FailedOutput)
 
