@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks import doc_tables
 from benchmarks.doc_tables import markdown, ratio, row_of
-from benchmarks.mirage_curves import grid
 from benchmarks.mirage_paper import CLAIMS
 
 GROUPS = {
@@ -48,13 +47,7 @@ Json = Mapping[str, Any]
 
 def tables(result: Json) -> dict[str, str]:
     """Tables of the documentation in a result of `mirage_sim`, by name."""
-    found = {
-        "mirage_sim.recompute": against_recomputation(result["curves"]),
-        "mirage_sim.cases": by_case(result["curves"], result["knees"]),
-    }
-    if "beyond" in result["sweeps"]:
-        found["mirage_sim.beyond"] = sweep_table(result["sweeps"]["beyond"])
-    return found
+    return {"mirage_sim.recompute": against_recomputation(result["curves"])}
 
 
 def multiples(curves: Json) -> str:
@@ -78,40 +71,6 @@ def against_recomputation(curves: Json) -> str:
                 yield [GROUPS[group], stated(group, metric), *cells]
 
     return markdown(["", "the paper", *COLUMNS.values()], rows())
-
-
-def by_case(curves: Json, knees: Mapping[str, float | None]) -> str:
-    """`knees`: by group and setting; None: no rate that was tried is one."""
-
-    def rows() -> Iterator[Sequence[str]]:
-        for group, curve in curves.items():
-            for setting, of in curve["settings"].items():
-                over = of["over"]["layers"]
-                lent = zip(of["lent_layers_mirage"], of["most_lent_mirage"], strict=True)
-                drains = zip(of["drain_recompute"], of["drain_mirage"], strict=True)
-                knee = knees[f"{group} {setting}"]
-                yield [
-                    f"{GROUPS[group]}, {setting}",
-                    f"none up to {grid()[-1]:g}" if knee is None else f"{knee:.3g}",
-                    *(row_of(over[m]) for m in ("throughput", "p99_ttft", "p99_tbt")),
-                    " · ".join(f"{mean:.1f} ({most:g})" for mean, most in lent),
-                    " · ".join(f"{a:.0f} / {b:.0f}" for a, b in drains),
-                    " · ".join(f"{n:g}" for n in of["preemptions_recompute"]),
-                ]
-
-    return markdown(
-        [
-            f"at {multiples(curves)} times the knee",
-            "knee, requests/s",
-            "throughput",
-            "P99 TTFT",
-            "P99 TBT",
-            "layers lent, mean (most)",
-            "drain, s: `recompute` / `mirage`",
-            "`recompute` preempts",
-        ],
-        rows(),
-    )
 
 
 def sweep_table(sweep: Json) -> str:

@@ -56,7 +56,7 @@ from benchmarks.mirage_setting import (
 )
 from benchmarks.mirage_sweeps import OWN, SWEEPS, sweep_cases, swept
 from benchmarks.mirage_tables import GROUPS as TITLES
-from benchmarks.mirage_tables import by_case, paper, sweep_table, tables
+from benchmarks.mirage_tables import paper, sweep_table, tables
 
 GH200 = Device(device_profile("GH200-96G", ENGINE), MEMORY["GH200-96G"])
 
@@ -352,17 +352,6 @@ def test_every_table_has_its_place_in_the_pages(tmp_path: Path) -> None:
     assert all(table in written[pages[name].name] for name, table in made.items())
     renew(made, tmp_path)
     assert written == {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()}
-
-
-def test_a_case_without_a_knee_is_shown_without_one() -> None:
-    curve = curves(
-        invented(list(curve_cases(["alone"], AT, MULTIPLES)), gain), ["alone"], MULTIPLES
-    )
-    alpaca, sharegpt = by_case(curve, {"alone Alpaca": None, "alone ShareGPT": 1.41}).splitlines()[
-        2:
-    ]
-    assert alpaca.startswith("| OPT-13b alone, Alpaca | none up to 512 |")
-    assert sharegpt.startswith("| OPT-13b alone, ShareGPT | 1.41 |")
 
 
 def test_a_table_without_a_place_is_an_error_and_other_text_stays() -> None:
