@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import typer.main
@@ -17,10 +18,15 @@ from ballast.cli import app
 PAGE = Path(__file__).parents[1] / "docs/cli.md"
 HEAD = """# The command line
 
-Written from the commands' own help by `scripts/cli_page.py`. Exit codes: 0; 1 where a check or a
-comparison found something; 2 for what was asked in the wrong way, said in one line.
+Written from the commands' help by `scripts/cli_page.py`. Every command has `--help`. Exit codes: 0;
+1 where a check or a comparison found something; 2 for a wrong call, named in one line.
 
 """
+_LEFT_OUT = re.compile(
+    r"\*\*Usage\*\*:\n\n|\*\*Commands\*\*:\n\n(\* .*\n)+\n|\* `--help`: .*\n|(?<=  )\[required\]"
+)
+"""Headings without a text, lists of commands that have sections, and what usage lines say."""
+_EMPTY = re.compile(r"\*\*Options\*\*:\n\n(?!\* )")
 
 
 def page() -> str:
@@ -28,11 +34,10 @@ def page() -> str:
     command = typer.main.get_command(app)
     with Context(command, info_name="ballast") as context:
         text = get_docs_for_click(obj=command, ctx=context, name="ballast")
-    return (
-        HEAD
-        + "\n".join(f"#{line}" if line.startswith("#") else line for line in text.splitlines())
-        + "\n"
-    )
+    text = "\n".join(f"#{line}" if line.startswith("#") else line for line in text.splitlines())
+    text = _EMPTY.sub("", _LEFT_OUT.sub("", f"{text}\n\n"))
+    text = "\n".join(line.rstrip() for line in text.splitlines())
+    return HEAD + re.sub("\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 if __name__ == "__main__":
