@@ -23,8 +23,8 @@ socket.
 - `deaths`, `moved`: workers that died, and requests that migrated with their KV.
 - `lent`, `kills`: pages lent, and workers that were killed because they did not return them.
 
-`--mutations` puts each old defect back (`benchmarks.fault_mutations`), and prints the first seed
-that finds it.
+`--seeds 0:2500` runs a part of them. `--mutations` puts each old defect back
+(`benchmarks.fault_mutations`), and prints the first seed that finds it.
 """
 
 from __future__ import annotations
@@ -107,16 +107,24 @@ def _find_all(n: int, name: str) -> bool:
     return not missed
 
 
+def _part(text: str) -> range:
+    """Parse `FIRST:END`."""
+    first, end = map(int, text.split(":"))
+    return range(first, end)
+
+
 def main() -> int:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seed", type=int, help="run one seed alone")
+        parser.add_argument("--seeds", type=_part, metavar="FIRST:END", help="run these alone")
         parser.add_argument("--mutations", action="store_true", help="put old defects back")
 
     args = options(__doc__, extra=extra)
     if args.mutations:
         return 0 if _find_all(QUICK_SEEDS, "fleet_faults") else 1
-    n = QUICK_SEEDS if args.quick else SEEDS
-    seeds = range(n) if args.seed is None else [args.seed]
+    seeds = args.seeds or range(QUICK_SEEDS if args.quick else SEEDS)
+    if args.seed is not None:
+        seeds = range(args.seed, args.seed + 1)
     began = time.perf_counter()
     with ProcessPoolExecutor() as processes:
         found = list(processes.map(run, seeds, chunksize=20))
@@ -125,6 +133,7 @@ def main() -> int:
         print(f"seed {f.seed}: {f.wrong}")
     results = {
         "seeds": len(found),
+        "first": seeds.start,
         **{key: sum(f.wrong[key] for f in found) for key in WRONG},
         "deaths": sum(f.deaths for f in found),
         "requests": sum(f.requests for f in found),

@@ -9,7 +9,10 @@ takes is measured in processor time, so that a busy machine makes no link slower
 
 Rows, in turns, with the same requests and settings but for the policies and tiers that they are:
 `swiftcache`; `unlent`, the same without lending; `offload`, `balloon` with KV blocks kept on the
-host (as LMCache, HiCache); `none`, `balloon` without. (`--quick`: one round of 20 s of each, four
+host (as LMCache, HiCache); `none`, `balloon` without. `--copied`: also a row `copied`, `swiftcache`
+whose passes read copies of borrowed KV, which the link between devices brings through two slots of
+a layer each, as in the paper; elsewhere they read it where it is mapped, and the link has its pace.
+The slots are part of the first device's memory. (`--quick`: one round of 20 s of each, four
 minutes; else two rounds of 45 s, and the sweep: twelve minutes. First turns, and starts of workers,
 come before these.)
 
@@ -21,6 +24,7 @@ are always drawn.
 - `lender_slowdown`: median TPOT of the second model over `unlent`, less 1 (goal 0.05).
 - `transfer_hidden`: of what the link between devices carried for passes that took as long, the part
   for which they did not wait (goal 0.95).
+- `copied_over_in_place`: P99 TTFT of `copied` over that of `swiftcache`.
 - `breakdown`: of `swiftcache` and `offload`, the phases of prefills (`swift_phases`), as parts.
 - `swept`: the first, with the link between devices 1/4 and 4 times as fast.
 """
@@ -50,7 +54,7 @@ from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.link import LinkSettings
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
-from ballast.core.units import GiB, KiB
+from ballast.core.units import GiB, KiB, ceil_div
 from ballast.workload.traces import load_trace
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.common import finish, interleave, options
@@ -90,6 +94,7 @@ class Row:
     preset: str
     placement: str = "work"
     offload: bool = False
+    copied: bool = False
 
 
 ROWS = {
@@ -98,6 +103,9 @@ ROWS = {
     "offload": Row("balloon", offload=True),
     "none": Row("balloon"),
 }
+COPIED = {"copied": Row("swiftcache", "swiftcache", copied=True)}
+MOVING = ("swiftcache", "copied", "offload")
+"""Rows in which KV crosses a link."""
 SWEPT = (0.25, 4.0)
 
 
@@ -112,11 +120,15 @@ class Setting:
     """Bytes per second of the host link."""
     host_bytes: int
     block_bytes: int
+    slots: int = 0
+    """Bytes in which `copied` reads borrowed KV: two layers of the longest context."""
     rate: float = 1.0
     """Requests per second of each model."""
 
     def fleet(self, row: Row, story: Path, peer: float = 1.0) -> FleetSettings:
         """`peer`: factor on the pace of the link between devices."""
+        slots = self.slots if row.copied else 0
+        budgets = self.budgets[0] - ceil_div(slots, self.page) * self.page, self.budgets[1]
         first, second = (
             DeviceSettings(
                 name=f"cpu:{i}",
@@ -125,19 +137,20 @@ class Setting:
                 step_tokens=STEP,
                 threads=1,
             )
-            for i, budget in enumerate(self.budgets)
+            for i, budget in enumerate(budgets)
         )
         link = LinkSettings(
             bytes_per_second=self.host,
             shared=True,
             peer_bytes_per_second=self.host * NVLINK_OVER_PCIE * peer,
+            peer_slot_bytes=slots,
         )
         return FleetSettings(
             models=self.models,
             device=first,
             others=(second,),
             link=link,
-            other_links=(replace(link, device=second.name),),
+            other_links=(replace(link, device=second.name, peer_slot_bytes=0),),
             preset=row.preset,
             placement=row.placement,
             kv=KvTierSettings(host_bytes=self.host_bytes if row.offload else 0),
@@ -172,7 +185,8 @@ def prepare(scratch: Path) -> Setting:
     kept = 2 * SESSIONS * conversation * page
     budgets = own * page, lender * page
     rate = LOAD / seconds
-    return Setting(models, budgets, page, host, kept, m.spec.block_bytes, rate)
+    slots = 2 * CONTEXT * token // LLAMA["num_hidden_layers"]
+    return Setting(models, budgets, page, host, kept, m.spec.block_bytes, slots, rate)
 
 
 def _prefill_seconds(server: InProcess, seed: int) -> float:
@@ -259,7 +273,7 @@ class Ran:
 
 def run(setting: Setting, row: str, work: Workload, scratch: Path, peer: float = 1.0) -> Ran:
     story = scratch / "story.jsonl"
-    fleet = setting.fleet(ROWS[row], story, peer)
+    fleet = setting.fleet((ROWS | COPIED)[row], story, peer)
     ran = asyncio.run(run_servers([fleet], work, SLOS, name=row))
     found = phases(entries_of(story), LONG, setting.block_bytes / setting.host)
     story.unlink()
@@ -296,6 +310,7 @@ def main() -> None:
         parser.add_argument("--trace", type=Path, help="sessions of this trace, scaled")
         parser.add_argument("--rate", type=float, help="requests per second, each")
         parser.add_argument("--seconds", type=float, help="of each run")
+        parser.add_argument("--copied", action="store_true", help="also the row `copied`")
 
     args = options(__doc__, extra=extra)
     seconds, rounds = args.seconds or (20.0 if args.quick else 45.0), 1 if args.quick else 2
@@ -303,18 +318,19 @@ def main() -> None:
         scratch = Path(directory)
         setting = prepare(scratch)
         rate = args.rate or setting.rate
-        seen: dict[str, list[Ran]] = {row: [] for row in ROWS}
+        rows = ROWS | COPIED if args.copied else ROWS
+        seen: dict[str, list[Ran]] = {row: [] for row in rows}
 
         def once(row: str) -> float:
             work = workload(args, rate, seconds, len(seen[row]))
             seen[row].append(run(setting, row, work, scratch))
-            progress("runs", sum(map(len, seen.values())), rounds * len(ROWS))
+            progress("runs", sum(map(len, seen.values())), rounds * len(rows))
             return 0.0
 
         run(
             setting, "swiftcache", workload(args, rate, 5.0, 0), scratch
         )  # kernels are compiled, chosen
-        interleave({row: partial(once, row) for row in ROWS}, rounds)
+        interleave({row: partial(once, row) for row in rows}, rounds)
         swept = {
             f"{f:g}": [run(setting, "swiftcache", workload(args, rate, seconds, 0), scratch, f)]
             for f in (() if args.quick else SWEPT)
@@ -326,7 +342,8 @@ def main() -> None:
         "p99_ttft_over_host_offload": over(p99(seen["swiftcache"]), offload),
         "lender_slowdown": over(tpot(seen["swiftcache"]), tpot(seen["unlent"]), less=1.0),
         "transfer_hidden": totals["swiftcache"].hidden,
-        "breakdown": {row: totals[row].parts() for row in ("swiftcache", "offload")},
+        "copied_over_in_place": over(p99(seen.get("copied", ())), p99(seen["swiftcache"])),
+        "breakdown": {r: t.parts() for r, t in totals.items() if r in MOVING},
         "swept": {
             factor: over(p99(runs), p99(seen["offload"][:1])) for factor, runs in swept.items()
         },

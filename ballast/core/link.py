@@ -80,6 +80,10 @@ class LinkSettings:
     that they lend each other; None: it is as near as their own."""
     peer_memory: str = ""
     """As `memory`, of the link between devices."""
+    peer_slot_bytes: int = 0
+    """Bytes beside each device's budget, for each executor: two slots through which passes read
+    copies of borrowed KV, layer by layer; 0: they read it in place. For comparisons
+    (`benchmarks.swift_live --copied`); no key of the fleet file sets it."""
 
     @property
     def pace(self) -> LinkRates | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,9 @@ class LayerPlaces:
     """Places of blocks that lie elsewhere in each layer than whole blocks do (`kv/staged.py`)."""
 
     blocks: tuple[int, ...]
-    """Their numbers in block tables, all below zero."""
+    """Their numbers in block tables; all that are below zero are among them."""
     offsets: Array
-    """Bytes from block 0 to each layer's K of each, int64 (layers, blocks)."""
+    """Bytes from block 0 to each layer's K of each, int64 (layers, blocks); also backwards."""
     unit: int
     """Bytes that divide all offsets, the stride of blocks and that of layers."""
 
@@ -117,13 +118,18 @@ class LayerPlaces:
             raise BrokenPromise(f"blocks of {stride} bytes are not in units of {self.unit}")
         layers = np.arange(n_layers, dtype=np.int64)[:, None] * (layer_bytes // self.unit)
         found = tables.astype(np.int64) * (stride // self.unit) + layers
-        away = np.flatnonzero(tables < 0)
+        away = np.flatnonzero(np.isin(tables, self.blocks))
         order = np.argsort(self.blocks)
         which = order[np.searchsorted(np.asarray(self.blocks)[order], tables[away])]
         found[:, away] = (self.offsets // self.unit)[:, which]
-        if found.size and found.max() >= 1 << 31:
+        if found.size and not -(1 << 31) <= found.min() <= found.max() < 1 << 31:
             raise BrokenPromise(f"{found.max()} units of {self.unit} bytes exceed a block table")
         return found.astype(np.int32)
+
+    def beside(self, other: LayerPlaces) -> LayerPlaces:
+        """Return the places of both; no block is in both."""
+        offsets = np.hstack([self.offsets, other.offsets])
+        return LayerPlaces(self.blocks + other.blocks, offsets, gcd(self.unit, other.unit))
 
 
 class PagedBatch:
@@ -143,7 +149,7 @@ class PagedBatch:
         tables: Sequence[Sequence[int]],
         places: LayerPlaces | None = None,
     ) -> None:
-        """`places`: of blocks with numbers below zero, which only earlier positions have."""
+        """`places`: of blocks that only earlier positions have, and that are read alone."""
         self.kv = kv
         self.heads = heads
         self.n_tokens = sum(counts)

@@ -42,6 +42,14 @@ class BorrowedBlocks:
                     written += max(0, min(end, (i + 1) * tokens) - max(start, i * tokens))
         return len(read), written
 
+    def read_alone(self, work: Iterable[tuple[Sequence[int], int]]) -> list[int]:
+        """Return the blocks on borrowed pages that a job reads and does not write, each once.
+        `work`: by sequence, its block table and the position from which KV is computed; of caches
+        with one group. Safe from any thread while the job runs."""
+        tokens = self._book.spec.block_tokens
+        full = (block for blocks, start in work for block in blocks[: start // tokens])
+        return list(dict.fromkeys(self.among(full)))
+
     def among(self, blocks: Iterable[int]) -> list[int]:
         """Return those of these blocks that lie on borrowed pages."""
         abroad, size = self._book.backing.abroad, self._book.size

@@ -81,11 +81,11 @@ class HostBlocks:
         at = layer * size
         if copy.direction is Direction.TO_HOST:
             stores = ((self.address(h, layer), self._device(b) + at) for b, h in self._moves.stores)
-            return list(_joined(stores, size))
+            return list(joined_copies(stores, size))
         slots = self._slots(copy.slot)
         loads = ((to, self.address(h, layer)) for to, h in zip(slots, self._read, strict=True))
         homes = ((self._device(b) + at, self.address(h, layer)) for h, b in self._moves.homes)
-        return list(_joined(chain(loads, homes), size))
+        return list(joined_copies(chain(loads, homes), size))
 
     def clear(self) -> None:
         """Return the memory to the operating system; contents are lost."""
@@ -100,7 +100,7 @@ class HostBlocks:
         return self._kv.block_address(block)
 
 
-def _joined(pairs: Iterable[tuple[int, int]], size: int) -> Iterator[Copy]:
+def joined_copies(pairs: Iterable[tuple[int, int]], size: int) -> Iterator[Copy]:
     """Yield copies of `size` bytes each, (to, from), neighbours in both joined."""
     last: Copy | None = None
     for to, source in pairs:

@@ -14,6 +14,7 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `grammar_compiler`: Compile grammars on a thread beside the lanes.
 - `host_stream`: Layers that stream on a CPU device, over the host link.
 - `in_place_reads`: What passes read where it lies: weights on the host, KV on borrowed pages.
+- `peer_slots`: Copies of borrowed KV that passes read in slots, for comparisons.
 - `hosted_models`: The models of a device in its host tier: loaded, refused, unloaded.
 - `inbox`: The live clock and the inbox of events.
 - `kv_tiers`: Copies of KV between a CPU device and the host tier.

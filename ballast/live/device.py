@@ -357,7 +357,8 @@ class LiveDevice:
             executor.grammars = made[0].grammars  # requests may run on any lane
             stream = m.weights.stream
             if isinstance(stream, HostStream | EventStream):
-                executor.barriers = paced(stream, m, self.machine, self.clock, executor)
+                slots = self.fleet.link.peer_slot_bytes
+                executor.barriers = paced(stream, m, self.machine, self.clock, executor, slots)
         self._grammar_compiler.serve(host.spec.name, made[0].grammars)
         return made
 

@@ -14,9 +14,12 @@ from ballast.core.job import SequenceWork
 from ballast.core.link_budget import link_demand
 from ballast.core.pass_traffic import decode_bytes
 from ballast.engine.model import ModelState
+from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
 from ballast.live.machine import Machine
 from ballast.live.paced_reads import PacedReads
+from ballast.live.peer_slots import PeerSlots, peer_slots
+from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
 from ballast.models.barriers import Barriers
 from ballast.weights.residency import WeightsOnDevice
@@ -38,13 +41,16 @@ def paced(
     machine: Machine,
     clock: Clock,
     experts: ChosenExperts,
+    slot_bytes: int = 0,
 ) -> Barriers:
-    """Return barriers that pace what an executor reads in place too, over links with a pace."""
+    """Return barriers that pace what an executor reads in place too, over links with a pace.
+    `slot_bytes`: of the slots in which it reads copies of borrowed KV."""
     link, peers, barriers = machine.link, machine.peer_link, stream
     if isinstance(link, HostLink) and link.paced:
         barriers = PacedReads(barriers, link, clock, WeightReads(m.weights, experts))
     if peers is not None:
-        barriers = PacedReads(barriers, peers, clock, BorrowedReads(m.kv))
+        borrowed = BorrowedReads(m.kv, peer_slots(m.kv, slot_bytes))
+        barriers = PacedReads(barriers, peers, clock, borrowed)
     return barriers
 
 
@@ -73,6 +79,12 @@ class WeightReads:
     def reserved(self) -> float:
         return self._demand * self._weights.plan.share_away
 
+    def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        return None
+
+    def copies(self, layer: int) -> Sequence[Copy]:
+        return ()
+
     def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
         in_place = self._weights.plan.in_place
         layers = [i for i in range(self._weights.spec.n_layers) if 1 + i in in_place]
@@ -98,22 +110,29 @@ class BorrowedReads:
     """KV on borrowed pages. Implements `LayerReads`.
 
     A pass reads all of its sequences' blocks there, those that they share once, and writes the KV
-    of its new tokens.
+    of its new tokens. With `slots` it reads full blocks there, as copies, as many as have room.
     """
 
     reserved = 0.0
 
-    def __init__(self, kv: KvCache) -> None:
+    def __init__(self, kv: KvCache, slots: PeerSlots | None = None) -> None:
         self.name = f"borrowed:{kv.spec.name}"
-        self._kv = kv
+        self._kv, self._slots = kv, slots
         self._read = self._written = 0
+
+    def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        return None if self._slots is None else self._slots.places(work)
+
+    def copies(self, layer: int) -> Sequence[Copy]:
+        return () if self._slots is None else self._slots.copies(layer)
 
     def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
         spec = self._kv.spec
-        self._read, tokens = self._kv.borrowed.use([(w.blocks, w.start, w.end) for w in work])
-        self._read *= self._kv.layout.layer_bytes
+        read, tokens = self._kv.borrowed.use([(w.blocks, w.start, w.end) for w in work])
+        copied = 0 if self._slots is None else self._slots.begin_pass(work)
+        self._read = (read - copied) * self._kv.layout.layer_bytes
         self._written = tokens * spec.kv_bytes_per_token // spec.n_layers
-        return range(spec.n_layers) if self._read or self._written else ()
+        return range(spec.n_layers) if read or self._written else ()
 
     def read_bytes(self, layer: int) -> int:
         return self._read

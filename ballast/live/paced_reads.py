@@ -2,9 +2,10 @@
 
 On a CPU host memory and other devices' memory are as near as the device's own, so a fleet whose
 link is paced has its passes wait: the link carries the bytes of each layer that is read in place,
-and copies none. Two layers are read ahead of the one that runs, as through two slots. What a layer
-writes there is carried after it, behind the rest of the pass, which ends when all is carried.
-`in_place_reads` has what is read: weights on the host, KV on pages of other devices.
+and copies none but those that are read in slots (`peer_slots`). Two layers are read ahead of the
+one that runs. What a layer writes elsewhere is carried after it, behind the rest of the pass, which
+ends when all is carried. `in_place_reads` has what is read: weights on the host, KV on pages of
+other devices.
 """
 
 from __future__ import annotations
@@ -40,12 +41,19 @@ class LayerReads(Protocol):
     def reserved(self) -> float:
         """Bytes per second of a link that devices share that a pass has at least."""
 
+    def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
+        """Return where a pass that computes `work` reads copies; None: it reads none."""
+
     def begin_pass(self, work: Sequence[SequenceWork]) -> Sequence[int]:
-        """Return the layers, ascending, that a pass which computes `work` reads or writes in
-        place."""
+        """Return the layers, ascending, that a pass which computes `work` reads or writes
+        elsewhere."""
 
     def read_bytes(self, layer: int) -> int:
-        """Return the bytes that the pass reads of a layer before it runs."""
+        """Return the bytes that the pass reads in place of a layer before it runs."""
+
+    def copies(self, layer: int) -> Sequence[Copy]:
+        """Return the copies that the pass reads of a layer; they overwrite those of the second
+        layer before it, which has run."""
 
     def late_bytes(self, layer: int) -> int:
         """Return the bytes that the pass has found out to read while the layer ran; the next layer
@@ -77,7 +85,10 @@ class PacedReads:
         """Seconds of transfers that have ended since the last call of `carried`."""
 
     def places(self, work: Sequence[SequenceWork]) -> LayerPlaces | None:
-        return self._inner.places(work)
+        own, inner = self._reads.places(work), self._inner.places(work)
+        if own is None or inner is None:
+            return own or inner
+        return inner.beside(own)
 
     def begin_pass(self, work: Sequence[SequenceWork] = ()) -> Collection[int]:
         self._inner_stops = self._inner.begin_pass(work)
@@ -103,7 +114,7 @@ class PacedReads:
         if layer in self._needs:
             late, written = self._reads.late_bytes(layer), self._reads.written_bytes(layer)
             if late:
-                self._late = (*self._late, self._carry(late, Direction.TO_DEVICE))
+                self._late = (*self._late, self._carry(late))
             if written:
                 self._carry(written, Direction.TO_HOST)
             self._read_next()
@@ -133,18 +144,23 @@ class PacedReads:
         """Begin to read the next layer of the pass, if there is one."""
         if self._layers:
             layer = self._layers.pop(0)
-            n_bytes = self._reads.read_bytes(layer)
-            self._needs[layer] = (self._carry(n_bytes, Direction.TO_DEVICE),) if n_bytes else ()
+            n_bytes, copies = self._reads.read_bytes(layer), self._reads.copies(layer)
+            needs = [self._carry(n_bytes)] if n_bytes else []
+            if copies:
+                needs.append(self._start(copies, Direction.TO_DEVICE, in_place=False))
+            self._needs[layer] = tuple(needs)
 
-    def _carry(self, n_bytes: int, direction: Direction) -> int:
-        """Have the link carry bytes; returns the number of the transfer."""
-        number = next(self._ids)
+    def _carry(self, n_bytes: int, direction: Direction = Direction.TO_DEVICE) -> int:
+        """Have the link carry bytes that nobody copies; returns the number of the transfer."""
+        return self._start((Copy(0, 0, n_bytes),), direction, in_place=True)
+
+    def _start(self, copies: Sequence[Copy], direction: Direction, *, in_place: bool) -> int:
+        number, stream = next(self._ids), self._reads.name
         with self._change:
             self._coming.add(number)
-        copies, stream = (Copy(0, 0, n_bytes),), self._reads.name
         try:
             done = partial(self._ended, direction)
-            self._link.start(number, copies, stream, direction, on_done=done, in_place=True)
+            self._link.start(number, copies, stream, direction, on_done=done, in_place=in_place)
         except DeviceError:
             with self._change:
                 self._coming.discard(number)

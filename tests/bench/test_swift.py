@@ -39,6 +39,18 @@ def test_live_rows_have_equal_settings_but_for_policies_and_tiers(name: str) -> 
     assert (mine.order, mine.admission) == (theirs.order, theirs.admission)
 
 
+def test_copies_of_borrowed_kv_lie_in_the_first_devices_memory() -> None:
+    setting = replace(SETTING, slots=100 * KiB)
+    (copied,) = swift_live.COPIED.values()
+    here = setting.fleet(copied, Path("story"))
+    there = setting.fleet(swift_live.ROWS["swiftcache"], Path("story"))
+    link = replace(here.link, peer_slot_bytes=0)
+    assert replace(here, device=there.device, link=link) == there
+    assert (here.link.peer_slot_bytes, there.link.peer_slot_bytes) == (100 * KiB, 0)
+    lost = there.device.budget_bytes - here.device.budget_bytes
+    assert lost == 2 * setting.page >= here.link.peer_slot_bytes
+
+
 def test_phases_are_summed_over_requests_and_hidden_transfers_over_jobs_that_could_hide() -> None:
     """Two chunks of one prompt, and a decode whose pass was shorter than its transfers."""
     arrival = {"event": "Arrival", "model": "m", "request": "r", "n": 1, "at": 1.0}

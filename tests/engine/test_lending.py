@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -323,3 +324,31 @@ def test_a_lender_that_is_short_itself_recalls_what_it_lacks(
         lent = lender.device.state.lending.lent[BORROWER]
         assert 0 < lent < free
         made.validate(lent)
+
+
+def test_copies_of_borrowed_kv_are_read_in_slots(
+    fleet: FleetSettings, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Tokens are the same; where slots get zeros in place of copies, they are not."""
+    copied: dict[bool, int] = dict.fromkeys((True, False), 0)
+    link = LinkSettings(peer_bytes_per_second=1e9, peer_slot_bytes=64 * KiB)
+    with pair(replace(fleet, link=link), tmp_path) as made:
+        peers = made.borrower.device.machine.peer_link
+        assert peers is not None
+        start = peers.start
+
+        def noted(number: int, copies: Any, *rest: Any, in_place: bool, **more: Any) -> None:
+            copied[in_place] += sum(copy.n_bytes for copy in copies)
+            start(number, copies, *rest, in_place=in_place, **more)
+
+        peers.start = noted  # type: ignore[method-assign]
+        assert made.order(Lend(BORROWER, 60))().code is None
+        settle(made)
+        answers = made.borrower.generate(asked(10))
+        assert {id: a.tokens for id, a in answers.items()} == expected
+        assert copied[False] > 0
+        assert copied[True] > 0  # blocks that are being written, and what slots have no room for
+        peers._copy_bytes = lambda dst, src, n: ctypes.memset(dst, 0, n)
+        again = made.borrower.generate([replace(r, id=f"{r.id} again") for r in asked(10)])
+        wrong = [a.tokens != expected[id.removesuffix(" again")] for id, a in again.items()]
+        assert any(wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from ballast.kernels.attention import AttentionParams
 from ballast.kernels.paged_attention import (
     NO_WINDOW,
     KvArray,
+    LayerPlaces,
     PagedBatch,
     scratch_bytes,
     warm_up,
@@ -235,6 +236,35 @@ def test_a_key_that_is_not_a_number_shows() -> None:
     out = attend(cache, 2, [20], [3], 0, q, k, v)
     assert not out[0].isnan().any()  # comes before it
     assert out[1:].isnan().all()
+
+
+def test_blocks_are_read_where_their_layer_lies_before_or_behind_the_cache() -> None:
+    """Full blocks of the first sequence, as copies; what is written stays in its block."""
+    starts, counts = [37, 5], [3, 1]
+    cache = Cache.of(starts, counts, kv_heads=2, dim=16, padding=0)
+    q, k, v = inputs(4, 4, 2, 16, torch.float32)
+    expected = attend(cache, 4, starts, counts, 1, q, k, v)
+    moved, size, kv = cache.tables[0][:2], cache.kv.layer_bytes, cache.kv
+    whole = torch.full((cache.memory.numel() * 2 + size,), float("nan"))
+    for before in (False, True):  # copies lie behind the cache, then before it
+        at, copies = (size, 0) if before else (0, cache.memory.numel() + size)
+        here = whole[at : at + cache.memory.numel()].view(cache.memory.shape)
+        here.copy_(cache.memory)
+        base = here.data_ptr()
+        copied = whole[copies : copies + 2 * size // 4].view(2, -1)
+        for slot, block in zip(copied, moved, strict=True):
+            slot.copy_(cache.blocks()[block, 1].flatten())
+            here[block] = float("nan")
+        offsets = np.array([[slot.data_ptr() - base for slot in copied]] * LAYERS, np.int64)
+        places = LayerPlaces(tuple(moved), offsets, 64)
+        batch = PagedBatch(replace(kv, base=base), 4, starts, counts, cache.tables, places)
+        batch.write(1, k, v)
+        out = torch.empty(4, 4, 16)
+        batch.attend(1, q, out, AttentionParams(16**-0.5))
+        assert torch.equal(out, expected)
+    far = LayerPlaces(tuple(moved), offsets - (64 << 31), 64)
+    with pytest.raises(BrokenPromise, match="exceed a block table"):
+        PagedBatch(kv, 4, starts, counts, cache.tables, far)
 
 
 def test_extreme_scores_do_not_overflow() -> None:
