@@ -5,7 +5,7 @@ Used by `bench.doctor`. Holds one model's weights at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.core.units import KiB, format_bytes
 from ballast.engine.sizing import check_room, pages_aside, set_aside
 from ballast.isolation.calls import Isolation
-from ballast.kv.layout import Layout, fitted
+from ballast.kv.layout import Layout, divided_blocks, fitted
 from ballast.live.never_run import WHERE, never_run
 from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
@@ -93,6 +93,8 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
             yield from _group([s.name for s in own], settings, device, i, where, isolation)
         elif own:
             yield from _device(own, device, i, where, requires)
+            if requires.kv_staging or settings.others:
+                yield from _divided(own, device)
         if unproven := never_run(settings, device):
             cure = "do without, or expect faults"
             found = f"no GPU has ever run {'; '.join(unproven)}: see {WHERE}"
@@ -128,6 +130,14 @@ def _as_kept(spec: ModelSpec, settings: FleetSettings, device: DeviceSettings) -
         return spec
     wanted = next(m.block_tokens for m in settings.models if m.name == spec.name)
     return fitted(replace(kept, block_tokens=BLOCK_TOKENS), wanted, device.page_bytes)
+
+
+def _divided(specs: Sequence[ModelSpec], device: DeviceSettings) -> Iterator[Finding]:
+    """Warn of models whose KV borrows no memory, and is never staged."""
+    cure = "leave `block_tokens` out, or give the device a larger `page`"
+    for spec in specs:
+        if (found := divided_blocks(spec, device.page_bytes)) is not None:
+            yield Finding(spec.name, Verdict.WARN, found, cure)
 
 
 def _without_base(model: ModelSettings) -> Iterator[Finding]:

@@ -137,6 +137,18 @@ def fitted(spec: ModelSpec, block_tokens: int | None, page_bytes: int) -> ModelS
     return replace(spec, block_tokens=min(fitting, key=lambda n: abs(n - usual), default=usual))
 
 
+def divided_blocks(spec: ModelSpec, page_bytes: int) -> str | None:
+    """Return a warning about KV that is neither lent memory for nor staged, as its blocks fit no
+    page; None: they do."""
+    slab = Layout.of(spec, page_bytes).slab_pages
+    if slab == 1:
+        return None
+    return (
+        f"blocks of {spec.block_tokens} tokens fit no page and lie in slabs of {slab}: its KV "
+        "borrows no memory of other devices, and none of it is staged on the host"
+    )
+
+
 def _aligned(n_bytes: int) -> int:
     return ceil_div(n_bytes, ALIGNMENT) * ALIGNMENT
 

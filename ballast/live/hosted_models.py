@@ -12,7 +12,9 @@ from collections.abc import Callable
 from ballast.core.errors import BallastError, brief
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.sizing import check_room
+from ballast.kv.layout import divided_blocks
 from ballast.live.machine import Machine
+from ballast.policy.presets import preset_of
 from ballast.policy.requirements import Requirements
 from ballast.weights.checkpoint import THREADS, clipped_context
 from ballast.weights.host import HostModel, HostTier
@@ -66,6 +68,10 @@ class HostedModels:
         host = self._machine.load(settings, self.tier, threads)
         if (clipped := clipped_context(settings, host.spec)) is not None:
             log.warning("%s: %s", settings.name, clipped)
+        if preset_of(self._fleet).requires.kv_staging:
+            page = self._fleet.device.page_bytes
+            if (divided := divided_blocks(host.spec, page)) is not None:
+                log.warning("%s: %s", settings.name, divided)
         return host
 
     def add(self, host: HostModel) -> None:

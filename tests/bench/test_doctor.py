@@ -22,6 +22,7 @@ from ballast.engine.sizing import largest_jobs
 from ballast.fleet.fleet_file import load_fleet
 from ballast.fleet.make import MadeFleet, make_fleet
 from ballast.kernels.choice_file import VARIABLE, ChoiceFile, KernelChoice
+from ballast.kv.layout import Layout
 from ballast.live.inbox import MonotonicClock
 from ballast.memory.host_memory import available
 
@@ -199,6 +200,28 @@ def test_a_context_beyond_the_models_own_is_warned_of(made: MadeFleet) -> None:
     beyond = "limits.context of 1000000 is beyond the model's own context"
     (finding,) = (f for f in examine(asked, MonotonicClock()) if f.found.startswith(beyond))
     assert (finding.check, finding.verdict) == ("atlas-chat", Verdict.WARN)
+
+
+def test_blocks_that_fit_no_page_are_warned_of_where_kv_is_staged(
+    made: MadeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = load_fleet(made.file, presets=("kvswap",), environ={})
+    chat = next(m for m in fleet.models if m.name == "atlas-chat")
+    with InProcess(replace(fleet, models=(chat,))) as server:
+        kv = server.device.state.models[chat.name].kv
+        layouts = {n: Layout.of(replace(kv.spec, block_tokens=n), MiB) for n in range(4, 4096)}
+    divided = next(n for n, layout in layouts.items() if layout.slab_pages > 1)
+    for tokens in (None, divided):
+        device = replace(fleet.device, page_bytes=MiB)
+        asked = replace(fleet, device=device, models=(replace(chat, block_tokens=tokens),))
+        found = [f for f in doctor_fleet.fleet(asked) if "fit no page" in f.found]
+        assert [f.verdict for f in found] == [Verdict.WARN] * (tokens == divided)
+        caplog.clear()
+        with InProcess(asked) as server:
+            kv = server.device.state.models[chat.name].kv
+            assert kv.in_window is not bool(found)
+            assert bool(kv.staged.most) is not bool(found)
+        assert caplog.messages == [f"{chat.name}: {f.found}" for f in found]
 
 
 def test_the_doctor_and_a_server_refuse_the_same_models(made: MadeFleet) -> None:
