@@ -662,8 +662,9 @@ class FaultWorld:
             answer(CommandOutcome(specs={m: _spec(m) for m in sorted(process.served)}))
 
         def bring(model: str, to: set[str]) -> None:
-            to.add(model)
-            done()
+            if process.alive and not process.hung:
+                to.add(model)
+                done()
 
         seconds, unlucky = self.random.uniform(0, 1), self.random.random() < 0.3
         match command:

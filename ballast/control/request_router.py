@@ -87,7 +87,9 @@ class RequestRouter(DeviceObserver[D], Generic[D, S]):
         alive = [d for d in homes if d.lost is None]
         if not alive:
             raise Unavailable(f"{homes[0].lost}")
-        return self.choose(submission, [d for d in alive if not d.requests.holding] or alive)
+        ready = [d for d in alive if not d.requests.holding]
+        # All wait: behind a request that runs alone, or, last of all, for a worker.
+        return self.choose(submission, ready or [d for d in alive if d.down is None] or alive)
 
     def choose(self, submission: Submission, devices: Sequence[D]) -> D:
         """Choose the device of a request among several that accept it; note its prompt there."""

@@ -38,3 +38,12 @@ def test_a_seed_replays() -> None:
     two.run()
     assert one.timers.now() == two.timers.now()
     assert [c.tokens for c in one.clients] == [c.tokens for c in two.clients]
+
+
+@pytest.mark.parametrize("seed", [811, 908])
+def test_what_a_longer_run_once_found_stays_mended(seed: int) -> None:
+    """A request went to a device without a worker though one with a worker only held it back; a
+    worker that had died answered a command over its successor's connection."""
+    world = world_of(seed)
+    world.run()
+    assert not any(getattr(world, key) for key in WRONG)
