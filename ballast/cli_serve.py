@@ -91,6 +91,15 @@ RayAddress = Annotated[
         help="Devices on the nodes of this Ray cluster: HOST:PORT, auto; default: the file's.",
     ),
 ]
+HostsHttp = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=65535,
+        metavar="PORT",
+        help="Answer HTTP at this port of each node of Ray as well; default: the file's.",
+    ),
+]
 OtlpEndpoint = Annotated[
     str | None,
     typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4318."),
@@ -112,6 +121,7 @@ def serve(
     log_format: LogFormat = "text",
     otlp_endpoint: OtlpEndpoint = None,
     ray: RayAddress = None,
+    hosts_http: HostsHttp = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
     from ballast.bench.progress import lines_to
@@ -129,7 +139,7 @@ def serve(
         server = _with_options(fleet.server, drain_seconds, api_key)
         fleet = replace(fleet, story_path=path, server=server)
         if not without_keys:
-            check_closed(host, fleet.server)
+            check_closed(host, fleet.server, _hosts_http(hosts_http, fleet))
         return fleet
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
@@ -137,7 +147,7 @@ def serve(
     with lines_to(lambda line: log.info("%s", line)) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
-        cluster = _ray_of(ray, reading.fleet)
+        cluster = _ray_of(ray, hosts_http, reading.fleet)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
         # After the file has been judged: this takes seconds.
@@ -157,15 +167,23 @@ def serve(
     raise typer.Exit(code)
 
 
-def _ray_of(address: str | None, fleet: FleetSettings) -> RayHosts | None:
+def _hosts_http(port: int | None, fleet: FleetSettings) -> int | None:
+    """Return the port at which hosts are to answer HTTP."""
+    return fleet.hosts.http if port is None and fleet.hosts is not None else port
+
+
+def _ray_of(address: str | None, hosts_http: int | None, fleet: FleetSettings) -> RayHosts | None:
     """Return the Ray cluster of a fleet; None: it is served on this machine, which has what it
     needs. Raises ConfigError."""
+    http = _hosts_http(hosts_http, fleet)
     if address is None and fleet.hosts is not None:
         address = fleet.hosts.ray
     if address:
         from ballast.cluster.hosts.hosted_workers import RayHosts
 
-        return RayHosts(address)
+        return RayHosts(address, http)
+    if http is not None:
+        raise ConfigError("hosts.http", http, "it needs a Ray cluster: `hosts.ray`, or --ray")
     _check_here(fleet)
     return None
 

@@ -1,7 +1,8 @@
 """Hosts that die under streams: what clients and memory notice of it.
 
 The fleet of `hosts` on three nodes of Ray on this machine, streams over HTTP, half greedy, half
-sampled. In each round, while all streams are under way, on one host that is not the server's own:
+sampled. In each round, once each host has its spare worker and while all streams are under way, on
+one host that is not the server's own:
 
 - `worker`, `agent`: its process is killed with SIGKILL.
 - `cut`: the agent is stopped, so that nothing comes over its connection, and goes on after the
@@ -33,7 +34,7 @@ from typing import Any
 import httpx
 
 from ballast.bench.server_process import Serving, serving
-from ballast.cluster.worker.process_names import SERVING
+from ballast.cluster.worker.process_names import SERVING, SPARE
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options, verdict
@@ -118,12 +119,25 @@ class Hosts:
             os.kill(agent if kind == "agent" else workers[agent][0], signal.SIGKILL)
 
     async def _settle(self, client: httpx.AsyncClient) -> None:
-        """Wait until all devices serve."""
+        """Wait until all devices serve, and each host that has one has its spare."""
         end = time.monotonic() + SETTLED
-        while any(device["status"] != "ok" for device in (await state(client))["devices"]):
+        while (
+            any(device["status"] != "ok" for device in (await state(client))["devices"])
+            or self._lacking_spares()
+        ):
             if time.monotonic() > end:
                 raise TimeoutError(f"not all devices serve again within {SETTLED:g} s")
             await asyncio.sleep(0.2)
+
+    @staticmethod
+    def _lacking_spares() -> bool:
+        agents = [p for p in descendants(os.getpid()) if named(p, AGENT)]
+        below = [[*descendants(agent)] for agent in agents]
+        return any(
+            any(named(p, SERVING) for p in processes)
+            and not any(named(p, SPARE) for p in processes)
+            for processes in below
+        )
 
     async def leaked(self) -> int:
         """Pages that are nobody's, with all models evicted."""

@@ -171,7 +171,14 @@ def test_nodes_of_a_cluster_are_closed_and_confined() -> None:
         ]
     assert spec["headGroupSpec"]["rayStartParams"]["include-dashboard"] == "false"
     assert "--ray auto" in head["spec"]["containers"][0]["args"][0]
-    assert service["spec"]["selector"] == head["metadata"]["labels"]
+    # Every node answers, by its relay.
+    templates = [head, *(group["template"] for group in spec["workerGroupSpecs"])]
+    assert [t["metadata"]["labels"] for t in templates] == [service["spec"]["selector"]] * 2
+    [target] = [port["targetPort"] for port in service["spec"]["ports"]]
+    ports = [p for pod in pods for p in pod["containers"][0]["ports"] if p["name"] == target]
+    assert len(ports) == len(pods)
+    [port] = {port["containerPort"] for port in ports}
+    assert f"--hosts-http {port}" in head["spec"]["containers"][0]["args"][0]
     probes = {
         k: p["httpGet"]["path"]
         for k, p in head["spec"]["containers"][0].items()

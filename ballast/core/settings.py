@@ -269,6 +269,8 @@ class HostsSettings:
 
     ray: str = ""
     """Address of the Ray cluster that places devices; empty: all are on this host, or simulated."""
+    http: int | None = None
+    """Port at which each host of the cluster answers HTTP; None: the server's own alone."""
     devices: int = 1
     """Simulated devices on each host."""
     network: float | None = None

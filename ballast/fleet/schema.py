@@ -359,6 +359,7 @@ class HostsKeys(Keys):
     """`hosts`: where devices are, if not all on this machine."""
 
     ray: str = ""
+    http: Annotated[int, Field(ge=1, le=65535)] | None = None
     devices: Count = HostsSettings().devices
     network: Bandwidth | None = None
 

@@ -70,6 +70,15 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.up = asyncio.Event()
 
+    def accept(self) -> asyncio.Protocol:
+        """Return the protocol of a connection that was not accepted by this server's listener."""
+        protocol: asyncio.Protocol = self.config.http_protocol_class(
+            config=self.config,  # type: ignore[call-arg]
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        return protocol
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

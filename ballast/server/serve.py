@@ -21,7 +21,7 @@ import msgspec
 
 from ballast.cluster.controller import Controller
 from ballast.cluster.handed_weights import HandedWeights
-from ballast.cluster.hosts.hosted_workers import RayHosts, hosted_on_ray
+from ballast.cluster.hosts.hosted_workers import HostedWorkers, RayHosts, hosted_on_ray
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
@@ -268,6 +268,8 @@ async def _answer(
     if await _first(running, http.up):
         running.result()  # it has ended: raise its error
     log.info("answering at http://%s:%d while models are loaded", host, port)
+    if isinstance(service.controller.workers, HostedWorkers):
+        service.controller.workers.answer_http(http.accept)
     announcing = asyncio.ensure_future(_announce_loaded(loading, service, host, port, ready))
     reloading = asyncio.ensure_future(_reload(operator, admin))
     stopping = asyncio.ensure_future(operator.to_stop.wait())

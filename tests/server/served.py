@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--ping", type=float, help="seconds of silence before a ping")
     parser.add_argument("--drain", type=float, default=30.0)
     parser.add_argument("--changes", type=Path, help="where they are kept")
+    parser.add_argument("--hosts-http", type=int, help="two hosts, which answer at this port")
     arguments = parser.parse_args()
     if arguments.h11:
         sys.modules["uvicorn.protocols.http.httptools_impl"] = None  # type: ignore[assignment]
@@ -53,11 +54,22 @@ def main() -> int:
     os.environ["BALLAST_TEST_HELD"] = str(held_file(arguments.fleet))
     if arguments.echo:  # a simulation that takes no time
         simulations.COMMAND = (sys.executable, "-S", "-c", INSTANT)
+    ray = None
+    if arguments.hosts_http is not None:
+        sys.path.insert(0, str(here.parents[1]))
+        from ballast.cluster.hosts import hosted_workers
+        from ballast.transport import curve
+        from tests.cluster.hosts.http_hosts import HttpHosts
+
+        curve.LOST_SECONDS = 240.0
+        hosted_workers.RayCluster = lambda address: HttpHosts()  # type: ignore[assignment, misc]
+        ray = hosted_workers.RayHosts("", arguments.hosts_http)
     return serve(
         FleetSource(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),
         port=0,
         worker_command=(sys.executable, str(worker)),
         own_process=True,
+        ray=ray,
     )
 
 

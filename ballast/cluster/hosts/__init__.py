@@ -7,14 +7,17 @@
        └──── HostedWorker ──── (CURVE) ──> worker, one a device   as on the server's own host
 
 Ray places devices on hosts, and starts and restarts the agents; nothing else passes through it, and
-only `ray_process` imports it. What a worker says to the server is what it says on one host.
+only the process that speaks to Ray imports it. What a worker says to the server is what it says on
+one host. Where every host is to answer HTTP, it has a relay beside its agent.
 
 On each host:
 
 - `agent`: Keep the workers of one host for a server that is elsewhere.
 - `agent_process`: The entry point of an agent.
+- `http_relay`: Accept HTTP clients, and carry their bytes to the server.
 - `model_exchange`: Models that other hosts keep, and that are sent to them.
 - `model_transfer`: Send and receive a model between two hosts, in chunks, checked.
+- `relay_process`: The entry point of a relay.
 
 In the server:
 
@@ -22,8 +25,11 @@ In the server:
 - `host_connection`: A server's connection to the agent of one host.
 - `hosted_worker`: A worker on another host, as `WorkerLink`.
 - `hosted_workers`: The hosts of a server, and the workers of devices on them.
+- `http_relays`: Keep a relay on each host connected with the server.
 - `model_copies`: Which host sends a model to which.
 - `ray_cluster`: The hosts of a Ray cluster, through a process of its own.
 - `ray_messages`: Messages between the server and that process.
 - `ray_process`: The process that speaks to Ray.
+- `ray_relays`: The relays on the nodes of a Ray cluster, in that process.
+- `relay_connection`: The server's end of a relay.
 """

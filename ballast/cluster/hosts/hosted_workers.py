@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ballast.cluster.hosts.host_choice import DeviceNeed, HostInfo, needs_of
+from ballast.cluster.hosts.host_choice import DeviceNeed, needs_of
 from ballast.cluster.hosts.host_connection import HostConnection
 from ballast.cluster.hosts.hosted_worker import HostedWorker
+from ballast.cluster.hosts.http_relays import HttpRelays, RelayProvider
 from ballast.cluster.hosts.model_copies import ModelCopies
 from ballast.cluster.hosts.ray_cluster import RayCluster
 from ballast.cluster.worker.local_process import COMMAND
@@ -30,12 +31,10 @@ MEET_SECONDS = 60.0
 """Time for a host's agent to connect."""
 
 
-class HostProvider(Protocol):
+class HostProvider(RelayProvider, Protocol):
     """What places devices on hosts; `RayCluster` is one."""
 
     async def start(self) -> None: ...
-
-    async def hosts(self) -> dict[str, HostInfo]: ...
 
     async def reserve(
         self, device: str, need: DeviceNeed, avoid: Collection[str], doubtful: Collection[str]
@@ -63,6 +62,8 @@ class RayHosts:
 
     address: str
     """Of the cluster."""
+    http: int | None = None
+    """Port at which each host answers HTTP; None: the server's own alone."""
     local: bool = True
     """As of `HostConnection`."""
 
@@ -73,7 +74,8 @@ async def hosted_on_ray(
     """Return workers on the nodes of a Ray cluster, connected. Raises ConfigError and
     Unavailable."""
     command = () if tuple(worker_command) == COMMAND else worker_command  # of each host's Python
-    workers = HostedWorkers(RayCluster(ray.address), fleet, command, local=ray.local)
+    cluster = RayCluster(ray.address)
+    workers = HostedWorkers(cluster, fleet, command, local=ray.local, http=ray.http)
     try:
         await workers.start()
     except BaseException:
@@ -92,11 +94,15 @@ class HostedWorkers:
         worker_command: Sequence[str] = (),
         *,
         local: bool = True,
+        http: int | None = None,
     ) -> None:
-        """`worker_command`: empty: the workers of this package. `local`: as of `HostConnection`."""
+        """`worker_command`: empty: the workers of this package. `local`: as of `HostConnection`;
+        `http`: as of `RayHosts`."""
         check_hosted(fleet)
         self._provider, self._fleet, self._local = provider, fleet, local
         self._command = tuple(worker_command)
+        self._http = http
+        self._relays: HttpRelays | None = None
         self._needs: dict[str, DeviceNeed] = {}
         self._links: dict[str, HostConnection] = {}
         """The latest connection to each host, by node."""
@@ -116,6 +122,11 @@ class HostedWorkers:
         hosts = await self._provider.hosts()
         self._needs = needs_of(self._fleet, {node: host.cpus for node, host in hosts.items()})
         log.info("%d devices on %d hosts", len(self._needs), len(hosts))
+
+    def answer_http(self, accept: Callable[[], asyncio.Protocol]) -> None:
+        """Have each host answer HTTP from now on, if it is to, by protocols that `accept` makes."""
+        if self._http is not None:
+            self._relays = HttpRelays(self._provider, self._http, accept)
 
     def connection_of(self, device: str) -> HostConnection | None:
         """Return the connection to a device's host; None: it has none now."""
@@ -167,6 +178,8 @@ class HostedWorkers:
             await self._spares[node].prepare()
 
     async def close(self) -> None:
+        if self._relays is not None:
+            await self._relays.close()
         await asyncio.gather(*(spare.close() for spare in self._spares.values()))
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._provider.close()

@@ -20,8 +20,10 @@ import msgspec
 from ballast.cluster.hosts.host_choice import DeviceNeed, HostInfo
 from ballast.cluster.hosts.ray_messages import (
     ConnectHostMsg,
+    ConnectRelayMsg,
     HostsMsg,
     OpenHostMsg,
+    OpenRelayMsg,
     RayAnswer,
     RayRequest,
     ReserveHostMsg,
@@ -122,6 +124,16 @@ class RayCluster:
     async def connect(self, node: str, address: str, key: str) -> None:
         """Have a host's agent connect to the server."""
         await self._ask(lambda id: ConnectHostMsg(id, node, address, key))
+
+    async def open_relay(self, node: str, ip: str, port: int, *, anew: bool) -> tuple[str, str]:
+        """Start an HTTP relay on a host that has none; returns its public key, and the address of
+        the server's host. `anew`: in place of the one that it has."""
+        answer = await self._ask(lambda id: OpenRelayMsg(id, node, ip, port, anew))
+        return answer.key, answer.ip
+
+    async def connect_relay(self, node: str, address: str, key: str) -> None:
+        """Have a host's relay connect to the server."""
+        await self._ask(lambda id: ConnectRelayMsg(id, node, address, key))
 
     async def _ask(self, make: Callable[[int], RayRequest]) -> RayAnswer:
         if self.down or self._writer is None:

@@ -46,6 +46,25 @@ class ConnectHostMsg(RayMessage, frozen=True):
     """The server's public key."""
 
 
+class OpenRelayMsg(RayMessage, frozen=True):
+    """Start an HTTP relay on a host, unless one is there; `anew`: in place of that one."""
+
+    node: str
+    ip: str
+    port: int
+    """Address to listen at."""
+    anew: bool
+
+
+class ConnectRelayMsg(RayMessage, frozen=True):
+    """Have a host's HTTP relay connect to the server."""
+
+    node: str
+    address: str
+    key: str
+    """The server's public key."""
+
+
 class RayAnswer(msgspec.Struct, frozen=True):
     """The answer to a request."""
 
@@ -55,7 +74,7 @@ class RayAnswer(msgspec.Struct, frozen=True):
     node: str = ""
     """Host that has a device's resources."""
     key: str = ""
-    """Public key of an agent."""
+    """Public key of an agent or relay."""
     ip: str = ""
     """Address of the server's host in the cluster's network."""
     hosts: dict[str, HostInfo] = {}
@@ -64,4 +83,6 @@ class RayAnswer(msgspec.Struct, frozen=True):
     """Of the hosts; in the first answer, with which the process begins."""
 
 
-RayRequest = HostsMsg | ReserveHostMsg | OpenHostMsg | ConnectHostMsg
+RayRequest = (
+    HostsMsg | ReserveHostMsg | OpenHostMsg | ConnectHostMsg | OpenRelayMsg | ConnectRelayMsg
+)

@@ -1,6 +1,6 @@
 """Speak to Ray for a server: `python -m ballast.cluster.hosts.ray_process --ray ADDRESS ...`.
 
-Started by `RayCluster`. The only module that imports Ray, in a process of its own: Ray's threads
+Started by `RayCluster`. Only it and `ray_relays` import Ray, in a process of its own: Ray's threads
 and signals, and its habit to end a process whose cluster is gone, stay out of the server's. Ray
 gets addresses, sizes and public keys, no secret and nothing of clients.
 
@@ -32,12 +32,15 @@ from ballast.cluster.hosts.agent_process import Server
 from ballast.cluster.hosts.host_choice import HostInfo, HostRoom, choose_host
 from ballast.cluster.hosts.ray_messages import (
     ConnectHostMsg,
+    ConnectRelayMsg,
     HostsMsg,
     OpenHostMsg,
+    OpenRelayMsg,
     RayAnswer,
     RayRequest,
     ReserveHostMsg,
 )
+from ballast.cluster.hosts.ray_relays import RayRelays
 from ballast.isolation.environment import child_environment
 from ballast.isolation.orphan import die_with
 
@@ -96,6 +99,7 @@ class RayDriver:
         self._connected: dict[str, str] = {}
         """Key of the agent of each host that has been connected."""
         self._lock = threading.Lock()
+        self._relays = RayRelays()
 
     def answer(self, request: RayRequest) -> RayAnswer:
         """Carry out a request; errors of Ray become answers."""
@@ -110,6 +114,12 @@ class RayDriver:
                 case ConnectHostMsg():
                     actor = self._actors[request.node]
                     ray.get(actor.connect.remote(request.address, request.key), timeout=30)
+                    return RayAnswer(request.id)
+                case OpenRelayMsg():
+                    key = self._relays.open(request.node, request.ip, request.port, request.anew)
+                    return RayAnswer(request.id, key=key, ip=ray.util.get_node_ip_address())
+                case ConnectRelayMsg():
+                    self._relays.connect(request.node, request.address, request.key)
                     return RayAnswer(request.id)
         except (ray.exceptions.RayError, OSError, ValueError, KeyError, TimeoutError) as error:
             return RayAnswer(request.id, error=f"Ray: {type(error).__name__}: {error}")

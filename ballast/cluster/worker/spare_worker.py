@@ -107,14 +107,16 @@ class SpareWorker(Generic[W]):
     async def take(self) -> W | None:
         """Return the worker that is ready, which the caller then owns; None if there is none.
 
-        One that is not ready is ended.
+        One that is being prepared goes on, for the next caller: at the lowest priority that takes
+        minutes on a busy host, and workers that die one after the other would never find a spare.
         """
         async with self._changing:
             worker = self._worker
             if worker is not None and worker.waits:
                 self._worker = self._preparing = None
                 return worker
-            await self._close()
+            if self._preparing is None or self._preparing.done():  # it could not be prepared
+                await self._close()
             return None
 
     async def close(self) -> None:

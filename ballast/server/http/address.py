@@ -47,8 +47,16 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
 
 
-def check_closed(host: str, server: ServerSettings) -> None:
-    """Raise ConfigError where other machines could reach a server that requires no keys."""
+def check_closed(host: str, server: ServerSettings, hosts_http: int | None = None) -> None:
+    """Raise ConfigError where other machines could reach a server that requires no keys.
+    `hosts_http`: port at which hosts of a cluster are to answer for it."""
+    if not server.keys and hosts_http is not None:
+        raise ConfigError(
+            "hosts.http",
+            hosts_http,
+            "others reach these hosts, and no keys are configured: set BALLAST_API_KEY or "
+            "`server.keys` in the fleet file, or let everybody in with --without-keys",
+        )
     if not server.keys and not is_loopback(host):
         raise ConfigError(
             "--host",

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any
 
 from ballast.server.http.file_limit import OTHER_FILES, SPARE, raise_file_limit
 from ballast.server.http.request_context import was_admitted
+from ballast.transport.dead_peers import notice_death
 
 HEAD_SECONDS = 20.0
 """Seconds for the head of a request, from its first byte; for the first request, from the
@@ -27,8 +26,6 @@ LEAST_READ = 16 << 10
 STRANGER_SECONDS = 5.0
 """Seconds that a stranger's request may take where there is no room: it is refused, or answered
 as a probe, in milliseconds."""
-DEAD_SECONDS = 120
-"""Seconds after which a peer that acknowledges nothing counts as gone."""
 
 
 class Connections:
@@ -188,7 +185,8 @@ class _LimitedProtocol(asyncio.Protocol):
             transport.abort()
             return
         self.counted.idles(self)
-        notice_death(transport.get_extra_info("socket"))
+        if (connection := transport.get_extra_info("socket")) is not None:  # else it is a relay's
+            notice_death(connection)
         self.await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -283,18 +281,3 @@ def client_address(transport: Any) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
     return str(address)
-
-
-def notice_death(connection: Any) -> None:
-    """Have the kernel end a connection whose peer vanishes without closing it."""
-    idle, between = DEAD_SECONDS // 2, DEAD_SECONDS // 8
-    options = {
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): idle,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): between,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): (DEAD_SECONDS - idle) // between,
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): DEAD_SECONDS * 1000,
-    }
-    with contextlib.suppress(OSError):  # it may be gone already
-        for (level, option), value in options.items():
-            connection.setsockopt(level, option, value)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from ballast.cluster.hosts.host_choice import HostInfo
 from ballast.cluster.hosts.ray_cluster import RayCluster
 from tests.cluster.fake_device import PAUSE
 from tests.cluster.hosts.test_hosted_workers import hosted
+from tests.cluster.hosts.test_http_relays import App, answered, assert_away, server
 from tests.cluster.test_devices import asked, until
-from tests.cluster.worker.test_worker import all_of, tokens
+from tests.cluster.worker.test_worker import DEADLINE, all_of, tokens
 
 # Not imported here: Ray reads its environment, with the token, when it is.
 pytestmark = [
@@ -69,5 +74,53 @@ def test_streams_of_a_node_that_is_killed_go_on(cluster: Any) -> None:
             await until(lambda: controller.devices.restarts == 1)
             assert workers.host_of(lost) not in ("", name)
             await all_of(controller.router.submit([asked("3", model)]))
+
+    asyncio.run(scenario())
+
+
+class FirstNode(RayCluster):
+    """All nodes have one address here, where one relay can listen at a port."""
+
+    async def hosts(self) -> dict[str, HostInfo]:
+        return dict([min((await super().hosts()).items())])
+
+
+def test_a_relay_outlives_its_server_and_the_next_one_finds_it(cluster: Any) -> None:
+    async def scenario() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+
+        @asynccontextmanager
+        async def serving(name: str) -> AsyncIterator[str]:
+            nodes = FirstNode(cluster.address)
+            await nodes.start()
+            try:
+                async with server(nodes, App(name), port):
+                    [host] = (await nodes.hosts()).values()
+                    yield f"http://{host.ip}:{port}"
+            finally:
+                await nodes.close()
+
+        async def answers(client: httpx.AsyncClient, url: str, name: str) -> None:
+            while True:
+                try:
+                    return await answered(client, url, name)
+                except httpx.TransportError:  # it does not listen yet
+                    await asyncio.sleep(0.05)
+
+        async with asyncio.timeout(DEADLINE), httpx.AsyncClient(timeout=DEADLINE) as client:
+            async with serving("one") as url:
+                await answers(client, url, "one")
+            while True:  # the connection that was kept is closed at first
+                try:
+                    away = await client.get(url)
+                except httpx.TransportError:
+                    continue
+                break
+            assert_away(away)
+            async with serving("two") as same:
+                assert same == url
+                await answers(client, url, "two")
 
     asyncio.run(scenario())

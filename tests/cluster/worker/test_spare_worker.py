@@ -42,6 +42,43 @@ def test_a_spare_waits_and_then_serves() -> None:
     asyncio.run(scenario())
 
 
+def test_a_spare_that_is_not_ready_goes_on() -> None:
+    class Slow:
+        """A worker that is prepared once the test has it so."""
+
+        def __init__(self) -> None:
+            self.go = asyncio.Event()
+            self.waits = self.closed = False
+
+        async def prepare(self) -> None:
+            await self.go.wait()
+            self.waits = True
+
+        async def close(self, patience: float = 0.0) -> None:
+            self.closed = True
+
+    async def scenario() -> None:
+        made = list[Slow]()
+
+        def make() -> Slow:
+            made.append(Slow())
+            return made[-1]
+
+        spares = SpareWorker(make)
+        await spares.prepare()
+        assert await spares.take() is None
+        [slow] = made
+        assert not slow.closed
+        slow.go.set()
+        while not spares.waits:
+            await asyncio.sleep(0)
+        assert await spares.take() is slow
+        await spares.close()
+        assert not slow.closed
+
+    asyncio.run(scenario())
+
+
 def test_a_spare_that_died_is_not_used() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(DEADLINE):
@@ -67,5 +104,6 @@ def test_a_spare_that_cannot_start_is_no_fault(command: tuple[str, ...]) -> None
             spares = SpareWorker(lambda: LocalWorker(command))
             await spares.prepare()
             assert await spares.take() is None
+            await spares.close()
 
     asyncio.run(scenario())

@@ -40,6 +40,12 @@ def test_an_address_that_others_reach_wants_keys(host: str, expected: bool) -> N
             check_closed(host, OPEN)
 
 
+def test_hosts_that_answer_want_keys() -> None:
+    check_closed("::1", CLOSED, 8080)
+    with pytest.raises(ConfigError, match=r"hosts\.http.*BALLAST_API_KEY"):
+        check_closed("::1", OPEN, 8080)
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "served"),
     [

@@ -1,0 +1,93 @@
+"""Keep an HTTP relay on each node of a Ray cluster, as the child of a detached actor.
+
+Used by `ray_process`. The actor outlives the server that has started it, and the next server finds
+it by its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ballast.cluster.hosts.agent_process import Server
+from ballast.cluster.hosts.relay_process import RelayStarted
+from ballast.isolation.environment import child_environment
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+"""Time for an actor to start its relay."""
+
+
+class RelayActor:
+    """Holds a host's relay, on that host. Ray restarts it where it or the relay fails."""
+
+    def __init__(self, ip: str, port: int) -> None:
+        command = [sys.executable, "-m", "ballast.cluster.hosts.relay_process"]
+        command += ["--parent", str(os.getpid()), "--host", ip, "--port", str(port)]
+        self._relay = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+        )
+        assert self._relay.stdout is not None
+        self._started = self._relay.stdout.readline()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        if self._relay.wait():
+            os._exit(1)
+        # It has ended by itself: it cannot listen, or no server has come.
+        started = msgspec.json.decode(self._started, type=RelayStarted)
+        if not started.error:
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def started(self) -> bytes:
+        """Return `RelayStarted`, as JSON."""
+        return self._started
+
+    def connect(self, address: str, key: str) -> None:
+        """Have the relay connect to a server."""
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(msgspec.json.encode(Server(address, key)) + b"\n")
+        self._relay.stdin.flush()
+
+
+class RayRelays:
+    """The relays' actors, by node."""
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+
+    def open(self, node: str, ip: str, port: int, anew: bool) -> str:
+        """Return the public key of a host's relay, started if there is none. Raises ValueError
+        where it cannot listen, and errors of Ray."""
+        name = f"http-relay-{port}-{node}"
+        if anew:
+            ray.kill(ray.get_actor(name), no_restart=True)
+        made = ray.remote(RelayActor).options(
+            name=name,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        actor = self._actors[node] = made.remote(ip, port)
+        line = ray.get(actor.started.remote(), timeout=ANSWER_SECONDS)
+        started = msgspec.json.decode(line, type=RelayStarted)
+        if started.error:
+            ray.kill(actor, no_restart=True)  # else the next attempt finds it
+            raise ValueError(started.error)
+        return started.key
+
+    def connect(self, node: str, address: str, key: str) -> None:
+        """Have a host's relay connect to a server. Raises errors of Ray, and KeyError."""
+        ray.get(self._actors[node].connect.remote(address, key), timeout=ANSWER_SECONDS)
