@@ -1,4 +1,7 @@
-"""Ballast as a contestant: one model on a roomy device, in process, prefix cache off."""
+"""Ballast as a contestant: one model on a roomy device, in process, prefix cache off.
+
+Arguments: the checkpoint, its `linear`, and the device's `invariant` (1 or 0; by default its own).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,19 @@ from ballast.core.units import GiB, MiB
 from benchmarks.child import Prompts, Run, serve
 
 
-def load(path: Path, linear: str = "auto") -> tuple[Run, Mapping[str, Any]]:
+def load(
+    path: Path, linear: str = "auto", invariant: str | None = None
+) -> tuple[Run, Mapping[str, Any]]:
     files = (*path.glob("*.safetensors"), *path.glob("*.gguf"))
     size = sum(file.stat().st_size for file in files)
     budget = -(-(2 * size + GiB) // MiB) * MiB
     settings = FleetSettings(
         models=(ModelSettings(name="model", path=str(path), dtype="bfloat16", linear=linear),),
-        device=DeviceSettings(budget_bytes=budget, prefix_cache=False),
+        device=DeviceSettings(
+            budget_bytes=budget,
+            prefix_cache=False,
+            invariant=None if invariant is None else invariant == "1",
+        ),
     )
     server = InProcess(settings)
     if server.device.failed:

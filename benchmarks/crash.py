@@ -44,7 +44,8 @@ STEP_TOKENS = 32
 """Of the device: the prompts take many steps."""
 DEVICE = "threads: 1\n    prefix_cache: false\n    "
 """Each round computes its prompts."""
-BUDGET = "12MiB"
+BUDGETS = {"float32": "12MiB", "bfloat16": "8MiB"}
+"""By dtype."""
 BANDWIDTH = "4MB/s"
 """Of the link: an activation takes long enough to be seen, a quarter of a second."""
 MOMENTS = ("decode", "prefill", "activation")
@@ -229,13 +230,14 @@ def _restarts(running: Serving) -> int:
     return int(float(line.rpartition(" ")[2]))
 
 
-def fleet_file(directory: Path) -> Path:
+def fleet_file(directory: Path, dtype: str = "float32") -> Path:
     """Models that do not fit all at once, over a link that lets their activation be seen."""
     made = make_fleet(
-        directory, n_models=4, steps=0, size="tiny", dtype="float32", budget=BUDGET, seed=1
+        directory, n_models=4, steps=0, size="tiny", dtype=dtype, budget=BUDGETS[dtype], seed=1
     )
     text = made.file.read_text()
-    text = text.replace("step_tokens: 128", f"{DEVICE}step_tokens: {STEP_TOKENS}")
+    device = DEVICE + ("" if dtype == "float32" else "invariant: 1\n    ")
+    text = text.replace("step_tokens: 128", f"{device}step_tokens: {STEP_TOKENS}")
     text += f"\nserver:\n  admin_key: {ADMIN}\nlinks:\n  - bandwidth: {BANDWIDTH}\n"
     made.file.write_text(text)
     return made.file

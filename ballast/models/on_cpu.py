@@ -15,6 +15,7 @@ from ballast.models.executor import ModelExecutor
 from ballast.models.fused.model import FusedModel
 from ballast.models.transformers import TransformersModel
 from ballast.weights.host import HostModel
+from ballast.weights.packing_experts import ROUTER
 from ballast.weights.segment import PLAIN
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,18 @@ def report_dependence(host: HostModel, device: DeviceSettings) -> None:
     if not choices.is_invariant(device.invariant):
         cure = "`invariant: 1` of the device prevents it, and is slower on this CPU"
         log.info("%s: in %s a text can depend on what else is served; %s", name, dtype, cure)
-    elif any(t.layout == PLAIN and len(t.shape) > 1 for t in host.segments[1].tensors):
-        why = "`linear: plain` multiplies in an order that depends on other rows"
+    elif plain := _plain_matrices(host):
+        why = f"{plain[0]} is multiplied in an order that depends on other rows"
         log.warning("%s: `invariant` is not kept: %s", name, why)
+
+
+def _plain_matrices(host: HostModel) -> list[str]:
+    """Return names of the matrices that are multiplied as they are stored: of layers and the head,
+    but not the routers of the fast path, whose kernel adds in one order."""
+    first, *rest = host.segments
+    heads = [
+        t for t in first.tensors if len(t.names) > 1
+    ]  # tied to embeddings, which are looked up
+    tensors = [*heads, *(t for s in rest for t in s.tensors if len(t.shape) > 1)]
+    ours = ROUTER if host.fused else ""
+    return [t.names[-1] for t in tensors if t.layout == PLAIN and t.names[0] != ours]

