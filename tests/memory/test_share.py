@@ -16,6 +16,7 @@ from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from tests.descriptors import open_descriptors
 
 PAGE = 64 * KiB
 
@@ -72,16 +73,16 @@ def test_two_processes_see_each_others_writes(memfd: MemfdVm) -> None:
 def test_a_device_is_imported_once(memfd: MemfdVm) -> None:
     a, b = socket.socketpair()
     vm = MemfdVm(PAGE, 3)
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = len(open_descriptors())
     for pages in ([1, 2], [3]):
         send_pages(a, memfd.export(pages))
     first, second = receive_pages(b), receive_pages(b)
     assert (first.pages, second.pages) == ((1, 2), (3,))
     start = vm.attach(first)
     assert vm.attach(second) == start
-    assert len(os.listdir("/proc/self/fd")) == open_before + 1
+    assert len(open_descriptors()) == open_before + 1
     vm.detach(start)
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert len(open_descriptors()) == open_before
     vm.close()
     a.close()
     b.close()
@@ -103,13 +104,13 @@ def test_what_cannot_be_shared() -> None:
 
 def test_half_a_message(memfd: MemfdVm) -> None:
     a, b = socket.socketpair()
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = len(open_descriptors())
     socket.send_fds(a, [b"\0\0\0\x09{"], [memfd.export([0]).fd or -1])
     a.close()
     with pytest.raises(DeviceError, match="ended early"):
         receive_pages(b)
     b.close()
-    assert len(os.listdir("/proc/self/fd")) == open_before - 2
+    assert len(open_descriptors()) == open_before - 2
 
 
 def test_a_file_that_could_shrink_is_refused() -> None:

@@ -34,6 +34,7 @@ from ballast.transport.page_descriptors import (
 )
 from ballast.transport.worker_messages.codec import decode_to_server, decode_to_worker, encode
 from ballast.transport.worker_messages.lending_messages import LeaseMsg
+from tests.descriptors import open_descriptors
 from tests.memory.fake_cuda import FakeDriver
 
 PAGE = 64 * KiB
@@ -137,7 +138,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
     own = BackedRange(pool, vm, "kv", 80 * PAGE)
     assert own.back(0, 2) is None
     array_at(own.base, (2 * PAGE,), "uint8")[:] = 7
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = len(open_descriptors())
     offered: dict[tuple[str, int, int], tuple[int, ...]] = {}
     with serving(vm, offered) as address:
         ours, theirs = Pipe()
@@ -176,7 +177,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
         pool.validate()
         lender.validate()
         ours.close()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(open_descriptors()) == fds
     vm.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ballast.weights.meta_module import linear_modules
 from ballast.weights.source_files import ADAPTER_CONFIG as CONFIG
 from ballast.weights.source_files import ADAPTER_TENSORS as TENSORS
 from benchmarks.adapters import RandomAdapter, random_adapter
+from tests.descriptors import open_descriptors
 from tests.models.tiny import llama
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -128,12 +128,12 @@ def test_clients_see_adapters_as_models(base: tuple[Any, Path], made: RandomAdap
 
 
 def test_closing_gives_everything_back(base: tuple[Any, Path], made: RandomAdapter) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     host = load(base, made.path)
     assert len(host.addresses) == len(host.spec.segment_bytes)
     ctypes.string_at(host.addresses[-1], 64)
     host.close()
-    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
+    assert open_descriptors() <= before, "others may be closed by the collector"
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
@@ -229,11 +229,11 @@ def test_a_fault_is_told_and_leaves_nothing_behind(
 ) -> None:
     change(made.path)
     host = load(base)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     settings = AdapterSettings(name="a", path=str(made.path))
     with pytest.raises(kind, match=says):
         load_adapter(settings, host.spec, linear_modules(host.config), HostTier())
-    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
+    assert open_descriptors() <= before, "others may be closed by the collector"
     host.close()
 
 

@@ -27,6 +27,7 @@ from ballast.weights import sealed
 from ballast.weights import segment as segments
 from ballast.weights.checkpoint import load_host_model, read_spec
 from ballast.weights.host import HostModel
+from tests.descriptors import open_descriptors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED: dict[str, Any] = {"model_impl": "generic", "linear": "plain"}
@@ -144,9 +145,9 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: str, served: str) ->
 
 def test_the_tier_is_sealed_and_the_files_are_free(tmp_path: Path) -> None:
     make(tmp_path)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     host = load(tmp_path)
-    assert len(set(os.listdir("/proc/self/fd")) - before) == len(host.segments)
+    assert len(open_descriptors() - before) == len(host.segments)
     with pytest.raises(OSError):
         os.pwrite(host.memory.files()[0], b"x", 0)
     with pytest.raises(OSError):
@@ -161,7 +162,7 @@ def test_the_tier_is_sealed_and_the_files_are_free(tmp_path: Path) -> None:
         file.write_bytes(b"")  # under a mapping of it this would end the process
     assert all(torch.equal(contents(host)[k], v) for k, v in expected.items())
     host.close()
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert open_descriptors() <= before
 
 
 def test_fingerprint(tmp_path: Path) -> None:
@@ -360,12 +361,12 @@ def test_faults_name_the_file_and_the_tensor(tmp_path: Path, fault: str) -> None
     damage, file, tensor, reason = FAULTS[fault]
     make(tmp_path)
     damage(tmp_path)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(CheckpointError, match=reason) as caught:
         load(tmp_path)
     assert caught.value.file == str(tmp_path / file)
     assert caught.value.tensor == tensor or tensor == "*"
-    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
+    assert open_descriptors() <= before, "others may be closed by the collector"
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
@@ -421,17 +422,17 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return pread(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", cutting)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(CheckpointError, match="truncated while it was read"):
         load(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
+    assert open_descriptors() <= before, "others may be closed by the collector"
 
 
 def test_host_memory_that_runs_out_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     real = syscalls.fallocate
     left = [3]
 
@@ -449,7 +450,7 @@ def test_host_memory_that_runs_out_is_an_error(
         patch.setattr(sealed, "available", lambda: (1000, "the machine"))
         with pytest.raises(DeviceError, match="1000B are available"):
             load(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) <= before, "others may be closed by the collector"
+    assert open_descriptors() <= before, "others may be closed by the collector"
     load(tmp_path).close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +19,14 @@ from ballast.memory.range import BackedRange
 from ballast.memory.share import receive_pages, send_pages
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Range
+from tests.descriptors import open_descriptors
 from tests.memory.fake_cuda import FakeDriver, Misuse
 
 PAGE = 64 * KiB
 
 
 def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(open_descriptors())
 
 
 def contents(range: Range, at: int) -> int:
