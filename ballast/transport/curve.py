@@ -20,7 +20,7 @@ from ballast.transport.connection_watch import ConnectionWatch, fileno
 BEAT_SECONDS, LOST_SECONDS = 0.5, 2.5
 """Interval of heartbeats, and the silence after which both ends take the connection for broken."""
 
-_HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0
 """Bound of a handshake; a stranger's connection is closed after it."""
 _ZAP = "inproc://zeromq.zap.01"
 
@@ -70,7 +70,7 @@ def _set_up(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(BEAT_SECONDS * 1e3))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(LOST_SECONDS * 1e3))
     socket.setsockopt(zmq.HEARTBEAT_TTL, round(LOST_SECONDS * 1e3))
-    socket.setsockopt(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_SECONDS * 1e3))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1e3))
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
 

@@ -123,6 +123,10 @@ class EchoDevice:
         self._stuck = False
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._open: dict[str, Submission] = {}
+        self._begun = set[str]()
+        """Open requests whose first outputs are on their way to the server."""
+        self._had_begun = frozenset[str]()
+        """The same when the last report was made: the worker has sent their outputs since."""
         self._draining = False
 
     def post(self, event: Event) -> None:
@@ -180,9 +184,11 @@ class EchoDevice:
             event = self._events.get()
             if isinstance(event, ArrivalEvent):
                 self._outbox(self._answer(event.submission))
+                self._begun.update(self._open.keys() & {event.submission.id})
                 if event.submission.sampling.seed == LOSE and event.submission.resumed is None:
                     raise DeviceLost("cuEventQuery", "CUDA_ERROR_ILLEGAL_ADDRESS")
             elif isinstance(event, CancelEvent):
+                self._begun.discard(event.request_id)
                 if self._open.pop(event.request_id, None) is not None:
                     self._outbox([CancelledOutput(event.request_id)])
             elif isinstance(event, DrainEvent):
@@ -233,15 +239,19 @@ class EchoDevice:
         return (0.0, 1e6 if self._stuck else 0.0)
 
     def snapshot(self) -> DeviceReport:
+        opened = dict(self._open)
+        # Who is told that a request runs has been sent its tokens.
+        runs = [s for i, s in opened.items() if i in self._had_begun]
+        self._had_begun = frozenset(self._begun)
         models = tuple(
             ModelReport(
                 name=name,
                 residency="resident",
                 weight_pages=4,
-                kv_pages=sum(s.model == name for s in list(self._open.values())),
+                kv_pages=sum(s.model == name for s in opened.values()),
                 cached_pages=0,
                 waiting=0,
-                running=sum(s.model == name for s in list(self._open.values())),
+                running=sum(s.model == name for s in runs),
                 late=0,
                 lane_seconds=0.0,
                 activations=1,
@@ -331,5 +341,6 @@ if __name__ == "__main__":
     from ballast.cluster.worker.process import main
     from ballast.transport import curve
 
-    curve.LOST_SECONDS = 240.0  # a machine without time for it is no broken connection
+    # A machine without time for it is no broken connection.
+    curve.LOST_SECONDS = curve.HANDSHAKE_SECONDS = 240.0
     main(make_device=EchoDevice, warm_up=lambda: None)

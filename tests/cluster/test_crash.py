@@ -24,6 +24,7 @@ from tests.cluster.worker.test_worker import (
     all_of,
     device,
     present,
+    reported,
     running,
     submission,
     tokens,
@@ -83,14 +84,13 @@ def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> No
 )
 def test_a_worker_that_hangs_is_killed(seed: int, number: int, silent: float, why: str) -> None:
     async def scenario() -> None:
-        watched = ServerSettings(silent_seconds=silent, stuck_seconds=100.0)
-        async with running(replace(FLEET, server=watched)) as (controller, first):
-            # The next one may have to wait for the processor.
-            patient = replace(watched, silent_seconds=60.0)
-            device(controller).fleet = replace(FLEET, server=patient)
+        # Others may have to wait for the processor.
+        patient = ServerSettings(silent_seconds=60.0, stuck_seconds=100.0)
+        async with running(replace(FLEET, server=patient)) as (controller, first):
             stream = controller.router.submit([submission("1", seed, 6)])
             found = await stream.take()
             if seed == PAUSE:
+                first._watch.limits = replace(patient, silent_seconds=silent)
                 kill(controller, number)
                 found += await stream.take()
                 kill(controller)
@@ -179,8 +179,7 @@ def test_while_no_worker_serves_requests_wait_and_may_leave() -> None:
             gone.close()
             assert controller.devices.open_requests == 1
             assert whole(await all_of(kept))
-            assert controller.devices.report is not None
-            assert controller.devices.report.models[0].running == 0
+            await reported(controller, running=0)
 
     asyncio.run(scenario())
 

@@ -13,6 +13,7 @@ from typing import Any
 from ballast.cluster.worker.process import live_device, main
 from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
+from ballast.transport import page_descriptors
 
 FILE = "BALLAST_TEST_HELD"
 """Variable of the environment: the file's path."""
@@ -59,4 +60,5 @@ def hold(executors: Iterable[Any], file: Path, device: Any) -> None:
 
 
 if __name__ == "__main__":
+    page_descriptors.PATIENCE_SECONDS = 240.0  # for another worker that had no time to answer
     main(make_device=held_device)

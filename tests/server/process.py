@@ -112,12 +112,13 @@ class ServerProcess:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Meanwhile no request of a real model gets further than `held_worker.FAR`."""
+        # Of the time before: a worker that was let go on may have made it after that.
+        self._held.with_suffix(DEPARTS).unlink(missing_ok=True)
         self._held.touch()
         try:
             yield
         finally:
             self._held.unlink()
-            self._held.with_suffix(DEPARTS).unlink(missing_ok=True)
 
     def until_one_departs(self) -> None:
         """Returns when a device with a held job knows that a request leaves it for another."""
@@ -142,6 +143,11 @@ class ServerProcess:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+    def until_said(self, *texts: str) -> None:
+        """Returns when all of `texts` are in the output: an answer may be here before a line that
+        was written before it."""
+        until(lambda: all(text in self.output for text in texts))
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def test_an_adapter_comes_and_goes_while_its_base_serves(
         yaml.safe_dump({**yaml.safe_load(fleet.file.read_text()), "preset": "static"})
     )
     running.signal(signal.SIGHUP)
-    until(lambda: "the fleet file's preset counts at a restart" in running.output)
+    running.until_said("the fleet file's preset counts at a restart")
     assert answer(client, "late") == (text, fingerprint)
 
     # The same name is another adapter: what was cached for the first serves nobody.

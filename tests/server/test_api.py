@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.cluster.fake_device import BREAK, REFUSE
-from tests.server.process import ServerProcess, until
+from tests.server.process import ServerProcess
 
 MODEL = "atlas-chat"
 TEXT = "The 猫 sat — on the 👩‍👩‍👧 mat.\n\nThen it left."
@@ -46,8 +46,7 @@ def test_models_are_those_that_serve_and_others_are_described_by_name(
     assert broken["status"] == {"value": "failed", "reason": "it is broken"}
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
-    assert "broken is not served" in echo.output
-    assert "mute is not served" in echo.output
+    echo.until_said("broken is not served", "mute is not served")
     health = echo.http.get("/health").json()
     assert set(health["failed"]) == {"broken", "mute"}
     assert (health["serving"], health["models"]) == (2, 4)
@@ -367,7 +366,7 @@ def test_unknown_fields_are_ignored_with_one_warning(echo: ServerProcess) -> Non
         echo.client.completions.create(
             model=MODEL, prompt="a", extra_body={unknown: 1, "user": "me"}
         )
-    until(lambda: "the_last" in echo.output)  # an answer may be here before its warning
+    echo.until_said("the_last")
     assert echo.output.count("frobnicate") == 1
     assert "'user'" not in echo.output
 

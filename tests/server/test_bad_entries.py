@@ -107,7 +107,7 @@ def test_bad_entries_are_all_named_and_the_others_served(file: Path) -> None:
         assert health["failed"].keys() == {*BAD, "lora"}
         for name, (path, _, reason) in BAD.items():
             assert reason in health["failed"][name]
-            assert f"{name} is not served" in running.output
+            running.until_said(f"{name} is not served")
             if "\n" not in path:
                 assert path.removeprefix("hf:") in health["failed"][name], "where it was looked for"
         assert str(file.parent / "gone" / "lora" / "x") in health["failed"]["lora"]

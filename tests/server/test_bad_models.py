@@ -61,7 +61,7 @@ def test_bad_models_are_named_and_the_others_served(fleet_file: Path, tmp_path: 
         refused = running.http.post("/v1/chat/completions", json=body)
         assert refused.status_code == 400
         assert "chat template takes more than" in refused.json()["error"]["message"]
-        assert "loops answers no conversations" in running.output
+        running.until_said("loops answers no conversations")
         for name in ("brackets", "layers"):
             refused = add(running, name="new", path=name)
             assert refused.status_code == 400

@@ -183,9 +183,11 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         reload(running, lambda: "late" in models(running))
         assert set(models(running)) == {MODEL, OTHER, "new", "twice", "late"}
         until(lambda: pinned(running)[MODEL])
-        assert "key 'k' is for models that there are not: ['typo']" in running.output
-        assert "twice was added; the fleet file's entry counts" in running.output
-        assert "twice: path counts once it is added again" in running.output
+        running.until_said(
+            "key 'k' is for models that there are not: ['typo']",
+            "twice was added; the fleet file's entry counts",
+            "twice: path counts once it is added again",
+        )
         assert ask(running, MODEL).status_code == 401
         body = {"model": "late", "prompt": "abc", "max_tokens": 2}
         headers = {"authorization": "Bearer sk-k-of-the-tests"}
@@ -195,6 +197,6 @@ def test_the_fleet_file_is_followed(file: Path) -> None:
         edit(file, "preset: ballast", "preset: static")
         edit(file, f"path: {OTHER}", f"path: {OTHER}\n    block_tokens: 8\n    pinned: true")
         reload(running, lambda: "preset counts at a restart" in running.output)
-        assert "late" not in models(running)
-        assert f"{OTHER}: block_tokens counts once it is added again" in running.output
+        running.until_said(f"{OTHER}: block_tokens counts once it is added again")
+        until(lambda: "late" not in models(running))
         until(lambda: pinned(running)[MODEL] and pinned(running)[OTHER])

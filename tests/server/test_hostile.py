@@ -94,7 +94,7 @@ def test_a_template_without_end_costs_its_own_model_only(hostile: ServerProcess)
     refused = talk(hostile, "endless")
     assert (refused.status_code, code(refused)) == (400, "invalid_request")
     assert "/v1/completions" in refused.json()["error"]["message"]
-    assert "endless answers no conversations" in hostile.output
+    hostile.until_said("endless answers no conversations")
     assert talk(hostile, MODEL).status_code == 200
     assert ask(hostile, OTHER, model="endless").status_code == 200
 

@@ -158,30 +158,30 @@ def test_nothing_outlives_a_server_that_is_killed(echo_file: Path) -> None:
         until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
-def test_draining_refuses_what_is_new_and_is_bounded(echo_file: Path) -> None:
-    with server(echo_file, "--echo", "--drain", "8") as draining:
+def test_a_drain_is_bounded(echo_file: Path) -> None:
+    with server(echo_file, "--echo", "--drain", "1") as draining:
         held = Background(draining, stream=True)
         until(lambda: bool(held.lines))
+        draining.signal()
+        held.join()
+        assert "stopped before this was finished" in held.text
+        assert draining.wait() == 0
+
+
+def test_draining_refuses_what_is_new_and_a_second_signal_does_not_wait(echo_file: Path) -> None:
+    with server(echo_file, "--echo", "--drain", str(DEADLINE)) as draining:
+        held = Background(draining, stream=False)
+        until(lambda: running(draining) == 1)
         draining.signal()
         until(lambda: draining.http.get("/health").status_code == 503)
         assert draining.http.get("/health").json()["status"] == "draining"
         refused = draining.http.post("/v1/completions", json=body(False, seed=0))
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
+        draining.signal()
         held.join()
-        assert "stopped before this was finished" in held.text
+        assert held.status == 503
         assert draining.wait() == 0
-
-
-def test_a_second_signal_does_not_wait(own: ServerProcess) -> None:
-    held = Background(own, stream=False)
-    until(lambda: running(own) == 1)
-    own.signal()
-    until(lambda: own.http.get("/health").status_code == 503)
-    own.signal()
-    held.join()
-    assert held.status == 503
-    assert own.wait() == 0
 
 
 # -- addresses ----------------------------------------------------------------------------------

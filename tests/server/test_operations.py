@@ -17,7 +17,7 @@ import pytest
 from ballast.dashboard.reader import Reader, Unreadable
 from ballast.server.observe.server_state import ServerNow
 from tests.cluster.fake_device import REFUSE, TELL
-from tests.server.process import DEADLINE, ServerProcess, server
+from tests.server.process import DEADLINE, ServerProcess, server, until
 from tests.server.test_api import MODEL, sample
 
 SECTION = """
@@ -242,4 +242,4 @@ def test_a_client_that_leaves_within_its_body_frees_its_place(
 def test_connections_are_counted(echo: ServerProcess) -> None:
     before = sample(echo, "ballast_open_connections")
     with socket.create_connection((httpx.URL(echo.base).host, httpx.URL(echo.base).port)):
-        assert sample(echo, "ballast_open_connections") > before
+        until(lambda: sample(echo, "ballast_open_connections") > before)

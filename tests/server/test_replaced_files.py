@@ -43,6 +43,4 @@ def test_streams_and_requests_see_the_model_that_was_loaded(
 
             assert tokens_of(running, amid) == undisturbed
             assert tokens_of(running) == undisturbed
-        log = "".join(running.lines)
-    assert "have changed since it was loaded" in log
-    assert "its files have gone" in log
+        running.until_said("have changed since it was loaded", "its files have gone")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ballast.cli import app
 from ballast.dashboard.reader import Reader
 from ballast.server.observe.server_state import ServerNow
-from tests.server.process import DEADLINE, ServerProcess
+from tests.server.process import DEADLINE, ServerProcess, until
 
 COMMAND = (sys.executable, "-m", "ballast.cli", "top", "--interval", "0.05")
 
@@ -35,6 +35,7 @@ def test_a_reading_of_a_running_server(echo: ServerProcess) -> None:
         async with Reader(echo.url, None) as reader:
             return await reader.read()
 
+    until(lambda: bool(asyncio.run(ask()).decisions))  # they come after the first report
     now = asyncio.run(ask())
     assert now.status == "ok"
     assert sum(now.owners.values()) + now.free + now.reclaiming == now.total

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from ballast.transport import curve
 from ballast.transport.curve import (
     CurveClient,
     CurveKeys,
@@ -21,6 +22,13 @@ from ballast.transport.worker_messages.codec import ToWorker
 from ballast.transport.worker_messages.lifecycle_messages import DrainedMsg, DrainMsg, HelloMsg
 
 DEADLINE = 240
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without time for it is no broken connection: an end that is closed is noticed."""
+    for seconds in ("LOST_SECONDS", "HANDSHAKE_SECONDS"):
+        monkeypatch.setattr(curve, seconds, float(DEADLINE))
 
 
 def worker(link: CurveLink, leave: threading.Event | None, heard: list[ToWorker]) -> bool:

@@ -15,12 +15,12 @@ from ballast.isolation.environment import child_environment
 
 PATIENT = """
 from ballast.transport import curve
-curve.LOST_SECONDS = 240.0
+curve.LOST_SECONDS = curve.HANDSHAKE_SECONDS = 240.0
 from ballast.cluster.hosts.agent_process import main
 main()
 """
-"""An agent that a machine without time for it does not take for lost; one that dies, closes its
-connections."""
+"""An agent that a machine without time for it does not take for lost, nor for a stranger that does
+not say who it is; one that dies, closes its connections."""
 
 
 class Agents:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from ballast.cluster.controller import Controller
+from ballast.cluster.hosts import hosted_workers
 from ballast.cluster.hosts.hosted_worker import HostedWorker
 from ballast.cluster.hosts.hosted_workers import HostedWorkers
 from ballast.core.event import FailedOutput, FinishedOutput
@@ -28,7 +29,9 @@ from tests.cluster.worker.test_worker import DEADLINE, FAKE, all_of, tokens
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `agents.PATIENT` and the workers of `fake_device`."""
-    monkeypatch.setattr(curve, "LOST_SECONDS", 240.0)
+    for seconds in ("LOST_SECONDS", "HANDSHAKE_SECONDS"):
+        monkeypatch.setattr(curve, seconds, 240.0)
+    monkeypatch.setattr(hosted_workers, "MEET_SECONDS", 240.0)
 
 
 @asynccontextmanager

@@ -41,6 +41,8 @@ FLEET = FleetSettings(
     device=DeviceSettings(budget_bytes=2**20),
 )
 DEADLINE = 240.0
+PATIENCE = 60.0
+"""Seconds in which a worker without requests leaves in peace: it does so at once where it can."""
 
 
 def submission(request_id: str, seed: int = 0, max_tokens: int = 4) -> Submission:
@@ -61,7 +63,7 @@ async def running(fleet: FleetSettings = FLEET) -> AsyncIterator[tuple[Controlle
             await controller.start(fleet)
             yield controller, present(controller)
         finally:
-            await controller.close(10.0)
+            await controller.close(PATIENCE)
 
 
 def device(controller: Controller) -> RemoteDevice:
