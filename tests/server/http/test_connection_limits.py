@@ -46,11 +46,34 @@ def hello(until: asyncio.Event | None = None) -> ASGIApp:
     return answer
 
 
-class Client:
-    """A connection to this machine."""
+class Heard:
+    """What a server has read of its clients, and how many have come."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    n_bytes = n_clients = 0
+
+
+class Hearing(asyncio.Protocol):
+    """Counts what comes to uvicorn's protocol."""
+
+    heard: Heard
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.heard.n_clients += 1
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.heard.n_bytes += len(data)
+
+
+class Client:
+    """A connection to this machine, the only one of its server if `is_heard` is to be asked."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: Heard
+    ) -> None:
+        self._reader, self._writer, self._heard = reader, writer, heard
+        self._said = 0
 
     def stop_reading(self) -> None:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -63,11 +86,12 @@ class Client:
         await asyncio.wait_for(self._reader.readuntil(text), 240)
 
     def say(self, data: bytes) -> None:
+        self._said += len(data)
         self._writer.write(data)
 
     async def is_heard(self) -> None:
         """Returns when the server, on the same loop, has read what was said."""
-        for _ in range(3):
+        while self._heard.n_clients == 0 or self._heard.n_bytes < self._said:
             await asyncio.sleep(0)
 
     async def closed(self) -> bool:
@@ -95,9 +119,11 @@ async def serving(
     send_seconds: float = 60.0,
 ) -> AsyncIterator[Connect]:
     """An HTTP server, of `hello` if nothing else is said: how to connect to it."""
+    heard = Heard()
+    within = limited(base or protocol(), connections, head_seconds, lambda: send_seconds)
     config = uvicorn.Config(
         app or hello(),
-        http=limited(base or protocol(), connections, head_seconds, lambda: send_seconds),
+        http=type("Heard", (Hearing, within), {"heard": heard}),
         log_config=None,
         lifespan="off",
         ws="none",
@@ -112,7 +138,7 @@ async def serving(
 
         async def connect() -> Client:
             port = listener.getsockname()[1]
-            clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+            clients.append(Client(*await asyncio.open_connection("127.0.0.1", port), heard))
             return clients[-1]
 
         yield connect
@@ -181,7 +207,7 @@ def test_where_nobody_is_idle_a_newcomer_is_not_heard() -> None:
             clients = [await connect() for _ in range(1 + SPARE)]
             for client in clients:
                 client.say(REQUEST)
-            while connections.idle:
+            while connections.open < len(clients) or connections.idle:
                 await asyncio.sleep(0)
             late = await connect()
             late.say(REQUEST)
