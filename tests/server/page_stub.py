@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -143,7 +144,7 @@ class _Report:
 class Stub(ThreadingHTTPServer):
     """Serves the page and a `Fleet`, until it is closed."""
 
-    daemon_threads = True
+    daemon_threads = allow_reuse_port = True
 
     def __init__(self, fleet: Fleet, port: int = 0) -> None:
         self.fleet, self.closing = fleet, threading.Event()
@@ -159,6 +160,15 @@ class Stub(ThreadingHTTPServer):
         self.closing.set()
         self.shutdown()
         self.server_close()
+
+
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A port that nobody but a `Stub` gets meanwhile, and at which nobody answers without one."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 @contextmanager

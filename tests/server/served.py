@@ -44,8 +44,11 @@ def main() -> int:
 
     def adjust(fleet: FleetSettings) -> FleetSettings:
         settings = replace(
-            fleet.server, drain_seconds=arguments.drain, spare_worker=arguments.spare
-        )  # most tests need no spare, and its libraries cost processor time
+            fleet.server,
+            drain_seconds=arguments.drain,
+            spare_worker=arguments.spare,  # costs processor time, and most tests need none
+            send_seconds=240.0,  # who reads on later is not gone
+        )
         if arguments.ping is not None:
             settings = replace(settings, ping_seconds=arguments.ping)
         return replace(fleet, server=settings)

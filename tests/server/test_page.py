@@ -18,7 +18,7 @@ from ballast.server.http.request_context import STRANGER
 from ballast.server.routes.page import page_files
 from tests.bench.test_served_fleet import job
 from tests.server.browser import CHROMIUM, Browser, browser
-from tests.server.page_stub import EVIL, Fleet, stub
+from tests.server.page_stub import EVIL, Fleet, kept_port, stub
 from tests.server.process import ServerProcess, until
 from tests.server.test_api import MODEL
 from tests.test_docs_site import ROOT
@@ -166,11 +166,16 @@ def test_in_a_browser(echo: ServerProcess, shown: Browser) -> None:
     assert shown.complaints == []
 
 
-def test_a_hundred_models_an_operator_and_a_server_that_restarts(shown: Browser) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with kept_port() as kept:
+        yield kept
+
+
+def test_a_hundred_models_an_operator_and_a_server_that_restarts(shown: Browser, port: int) -> None:
     fleet = Fleet([f"m{i}" for i in range(100)])
     shown.resize(1280, 800)
-    with stub(fleet) as first:
-        port = first.port
+    with stub(fleet, port):
         shown.open(f"http://127.0.0.1:{port}/")
         shown.until("document.querySelectorAll('#models tbody tr').length === 101")
         text = shown.value("document.querySelector('.device').innerText")
