@@ -79,4 +79,6 @@ class Agents:
 
     async def close(self) -> None:
         for agent in self.agents.values():
+            assert agent.stdout is not None
+            await agent.stdout.read()  # which its workers have too: they have ended
             await agent.wait()
