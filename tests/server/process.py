@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from ballast.bench.server_process import child_called, children_of
 from ballast.cluster.worker.process_names import SERVING
+from ballast.core.errors import Unavailable
 from tests.server import served
 from tests.server.held_worker import DEPARTS
 
@@ -101,7 +103,17 @@ class ServerProcess:
 
     @property
     def worker_pid(self) -> int:
-        return child_called(SERVING, self._process.pid)
+        """Waits for one: another may have yet to take the place of one that died, and the kernel's
+        list of children misses some where others end meanwhile."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(Unavailable):
+                found.append(child_called(SERVING, self._process.pid))
+            return bool(found)
+
+        until(is_there)
+        return found[0]
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self._process.send_signal(number)
