@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -30,6 +33,7 @@ pytestmark = [
 ]
 
 NODES = 3
+NAMES = {f"host{i}" for i in range(NODES)}
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_streams_of_a_node_that_is_killed_go_on(cluster: Any) -> None:
         async with hosted(RayCluster(cluster.address)) as (controller, workers):
             names = {workers.host_of(device) for device in ("cpu:0", "cpu:1")}
             assert len(names) == 2
-            assert names < {"host0", "host1", "host2"}
+            assert names < NAMES
             lost = next(d for d in ("cpu:0", "cpu:1") if workers.host_of(d) != "host0")
             model = {"cpu:0": "a", "cpu:1": "b"}[lost]
             plain = await all_of(controller.router.submit([asked("1", model)]))
@@ -74,6 +78,44 @@ def test_streams_of_a_node_that_is_killed_go_on(cluster: Any) -> None:
             await until(lambda: controller.devices.restarts == 1)
             assert workers.host_of(lost) not in ("", name)
             await all_of(controller.router.submit([asked("3", model)]))
+
+    asyncio.run(scenario())
+
+
+SERVING = """
+import asyncio, sys
+from ballast.cluster.hosts.ray_cluster import RayCluster
+from tests.cluster.hosts.test_hosted_workers import hosted
+
+async def serve():
+    async with hosted(RayCluster(sys.argv[1])):
+        print("serves", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def test_a_server_that_is_killed_is_followed_by_another(cluster: Any) -> None:
+    """The first one leaves nothing in the cluster that the next one needs."""
+    root = str(Path(__file__).parents[3])
+    with subprocess.Popen(
+        (sys.executable, "-c", SERVING, cluster.address),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    ) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "serves\n"
+        finally:
+            first.kill()
+
+    async def scenario() -> None:
+        async with hosted(RayCluster(cluster.address)) as (controller, workers):
+            assert {workers.host_of(device) for device in ("cpu:0", "cpu:1")} < NAMES
+            for model in ("a", "b"):
+                await all_of(controller.router.submit([asked(model, model)]))
 
     asyncio.run(scenario())
 

@@ -80,3 +80,22 @@ def test_serve_on_all_addresses(
     assert len(readings) == served
     assert isinstance(ended.exception, SystemExit | None) == served
     assert isinstance(ended.exception, ConfigError) != served
+
+
+def test_hosts_answer_for_a_ray_cluster_alone(
+    fleet_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters: list[object] = []
+
+    def run(*_: object, ray: object, **__: object) -> int:
+        clusters.append(ray)
+        return 0
+
+    monkeypatch.setattr(serve, "serve", run)
+    monkeypatch.setattr(logs, "set_up_logs", lambda *_: None)
+    command = ["serve", str(fleet_file), "--api-key", "sk-x-of-the-tests", "--hosts-http", "8080"]
+    ended = CliRunner().invoke(app, command)
+    assert isinstance(ended.exception, ConfigError)
+    assert "hosts.http" in str(ended.exception)
+    CliRunner().invoke(app, [*command, "--ray", "10.0.0.1:6379"])
+    assert clusters == [serve.RayHosts("10.0.0.1:6379", 8080)]
