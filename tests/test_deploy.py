@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,22 @@ def test_the_unit_is_confined() -> None:
     # What confines the children that read untrusted files: without these they would go unconfined.
     assert {"seccomp", "landlock_create_ruleset", "landlock_restrict_self"} <= set(calls)
     assert "MemoryDenyWriteExecute" not in settings, "kernels are compiled"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd-analyze")
+def test_systemd_understands_every_line_of_the_unit(tmp_path: Path) -> None:
+    """All but the command, which is installed elsewhere: any that there is stands for it."""
+    unit, command = tmp_path / "ballast.service", shutil.which("true")
+    written, n = re.subn(r"(?<=^ExecStart=)\S+", str(command), UNIT, flags=re.MULTILINE)
+    assert n == 1
+    unit.write_text(written)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    unit.write_text(written.replace("LimitCORE=0", "LimitCore=0"))
+    wrong = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert "LimitCore" in wrong.stderr
 
 
 def test_the_documentation_has_the_unit_as_it_is() -> None:

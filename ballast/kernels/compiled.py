@@ -40,7 +40,8 @@ def cache_directory() -> Path | None:
         path = Path(njit(cache=True)(_trial).stats.cache_path)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(os.urandom(_TRIAL_BYTES))
-        keep_only(path, digest_of(Path(__file__).parent.glob("*.py")))
+        if not keep_only(path, digest_of(Path(__file__).parent.glob("*.py"))):
+            log.info("kernels are compiled for this machine: minutes, once; kept in %s", path)
     except (OSError, RuntimeError):  # Numba's, for a function that it finds no place for
         return None
     return path
@@ -67,16 +68,17 @@ def digest_of(sources: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def keep_only(directory: Path, digest: str) -> None:
-    """Remove machine code from `directory` that was not compiled from the sources of this digest.
-    Raises OSError."""
+def keep_only(directory: Path, digest: str) -> bool:
+    """Remove machine code from `directory` that was not compiled from the sources of this digest;
+    returns whether they are those of the last start. Raises OSError."""
     mark = directory / _MARK
     with locked(directory):
         if mark.is_file() and mark.read_text() == digest:
-            return
+            return True
         for file in directory.glob("*.nb[ic]"):
             file.unlink(missing_ok=True)
         replace(mark, digest.encode())
+    return False
 
 
 def compiled(signature: Any, kernel: Any) -> Any:

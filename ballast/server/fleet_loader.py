@@ -87,6 +87,7 @@ class FleetLoader:
         """Load the models of one device."""
         while (load := self._loads.next(device.name)) is not None:
             self._loads.begin(load, device.name)
+            self._tell(self._loads.progress())
             await self._load(device, load)
             load.loading.discard(device.name)
             # Its tokenizer is read while the device loads the next model.

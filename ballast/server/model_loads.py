@@ -184,8 +184,9 @@ class ModelLoads:
         return f"{now.state} {now.model} ({format_bytes(now.bytes)}){left}"
 
     def progress(self) -> str:
-        """Describe all loads: ``3 of 8 models, 120.0MiB of 300.0MiB, 4 s left``."""
+        """Describe all loads: ``3 of 8 models, 120.0MiB of 300.0MiB, now a, 4 s left``."""
         loads = list(self)
+        now = ", ".join(load.name for load in loads if load.began is not None)
         n_left = sum(load.n_bytes for load in loads)
         models = len(set(self._names.values()))
         n_bytes = self._total - FIXED_BYTES * models
@@ -193,6 +194,7 @@ class ModelLoads:
         return (
             f"{models - len(loads)} of {models} models, "
             f"{format_bytes(n_bytes - n_left)} of {format_bytes(n_bytes)}"
+            + (f", now {now}" if now else "")
             + ("" if left is None else f", {left:.0f} s left")
         )
 

@@ -52,10 +52,12 @@ class OperatorSignals:
                 loop.remove_signal_handler(number)
             note_hangup()  # the process is not to end by one now, either
 
-    def keep_listening(self, listener: socket.socket) -> None:
-        """Keep `listener` open if the process is to be started again: clients then wait."""
+    def keep_listening(self, listener: socket.socket) -> bool:
+        """Keep `listener` open if the process is to be started again: clients then wait. Returns
+        whether it is."""
         if self._again:
             self.listener = listener.dup()
+        return self._again
 
     def _restart(self) -> None:
         if not self.to_stop.is_set():
@@ -64,4 +66,7 @@ class OperatorSignals:
 
     def _once_more(self) -> None:
         self._again = False
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
         (self.to_hurry if self.to_stop.is_set() else self.to_stop).set()

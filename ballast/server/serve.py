@@ -284,8 +284,9 @@ async def _answer(
     announcing.cancel()
     if not running.done():
         watchdog.end_within(service.settings.drain_seconds + STOP_SECONDS)
+        if operator.keep_listening(listener):
+            http.stop_accepting()
         await _drain(service, gate, operator)
-        operator.keep_listening(listener)
         http.should_exit = True
     await running
 

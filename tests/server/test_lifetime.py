@@ -148,6 +148,34 @@ def test_an_idle_server_restarts_in_its_process_and_stops_with_code_0(own: Serve
     assert "Traceback" not in own.output
 
 
+def test_requests_that_come_during_a_restart_wait_for_it(echo_file: Path) -> None:
+    """From the signal on, also while open requests are waited for, and by an old connection."""
+    with server(echo_file, "--echo", "--drain", "4") as restarting:
+        assert restarting.http.get("/health").status_code == 200
+        held = Background(restarting, stream=True)
+        until(lambda: bool(held.lines))
+        restarting.signal(signal.SIGUSR2)
+        until(lambda: any("draining: 1 requests" in line for line in restarting.lines))
+        later = Background(restarting, stream=True, seed=0)
+        assert restarting.http.post("/v1/completions", json=body(False, 0)).status_code == 200
+        later.join()
+        assert later.status == 200
+        assert later.lines[-2:] == ["data: [DONE]", ""]
+        held.join()
+        assert "stopped before this was finished" in held.text
+
+
+def test_a_server_that_is_stopped_while_it_is_to_restart_stops(own: ServerProcess) -> None:
+    held = Background(own, stream=False)
+    until(lambda: running(own) == 1)
+    own.signal(signal.SIGUSR2)
+    until(lambda: any("draining: 1 requests" in line for line in own.lines))
+    own.signal()
+    held.join()
+    assert held.status == 503
+    assert own.wait() == 0
+
+
 def test_nothing_outlives_a_server_that_is_killed(echo_file: Path) -> None:
     with server(echo_file, "--echo", "--spare") as killed:
         grammar = {"response_format": {"type": "json_object"}}  # a process checks it

@@ -88,7 +88,7 @@ def test_the_time_that_is_left_follows_from_what_the_models_before_took() -> Non
     assert (loads.now(c).left, loads.now(d).left) == (0.5, 2.5)
     assert loads.now(c).state == "loading"
     assert loads.now(d).state == "queued"
-    assert loads.progress() == "2 of 4 models, 2MiB of 4MiB, 2 s left"
+    assert loads.progress() == "2 of 4 models, 2MiB of 4MiB, now c, 2 s left"
     assert c.cost == MiB + FIXED_BYTES
 
 

@@ -29,6 +29,9 @@ SCRIPTS = {name: text.decode() for name, text in FILES.items() if name.endswith(
 VISIBLE_ORDERS = (
     "[...document.querySelectorAll('td button, .device button')].filter(b => !b.hidden)"
 )
+CUT = """[...document.querySelectorAll('.wide')].filter(
+  (box) => box.scrollWidth > box.clientWidth).map((box) => box.firstElementChild.id)"""
+"""Tables of which a part is out of sight, to be scrolled to."""
 A_DAY = """(async () => {
   const { MemoryPanels } = await import('/page/memory.js');
   const panels = new MemoryPanels(() => {});
@@ -204,6 +207,7 @@ def test_a_hundred_models_an_operator_and_a_server_that_restarts(shown: Browser,
         assert shown.value("document.querySelectorAll('#requests tbody tr').length") == 40
         assert shown.value("document.querySelectorAll('#decisions tbody tr').length") == 30
         assert shown.value("document.documentElement.scrollWidth") <= 1280
+        assert shown.value(CUT) == []
 
 
 def test_a_simulation_and_the_past_are_played_and_a_day_is_bounded(shown: Browser) -> None:
@@ -232,5 +236,8 @@ def test_a_simulation_and_the_past_are_played_and_a_day_is_bounded(shown: Browse
         shown.value("document.querySelector('[data-history]').click()")
         shown.until("document.querySelector('#film')?.options.length === 1")
         assert shown.value("document.documentElement.scrollWidth") <= 390
+        shown.value("document.querySelector('#simulated-models').open = true")
+        shown.resize(1280, 800)
+        assert shown.value(CUT) == []
         assert shown.value(A_DAY) == [600, 240]
         assert shown.complaints == []
