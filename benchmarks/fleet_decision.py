@@ -2,9 +2,9 @@
 
 The setting of `sim_speed` (H100s, bursty groups, 8 requests a second; 120 s, `--quick`: 20 s), in
 virtual time. A decision is what the controller does at each look of the fleet policy, in the
-server as in the simulator: the view of all devices, and the policy's answer. Policies that look
-at an interval look once a second. Processor time of one thread, so that a busy machine changes
-little.
+server as in the simulator: the view of all devices, and the policy's answer. Devices' reports are
+not part of it: live they have come before, in virtual time they are made as they are read. Policies
+that look at an interval look once a second. Processor time of one thread.
 
 - `decision_ms`: by preset, with its own fleet policy, in ms: median, 99th percentile, and `n`.
 - `median_max`: the greatest median (goal 1).
@@ -23,8 +23,10 @@ import numpy as np
 from ballast.bench.cluster_run import run_cluster
 from ballast.bench.run_options import workload_of
 from ballast.control.orders import Orders
+from ballast.core.report import DeviceReport
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.cluster import parse_kinds
+from ballast.sim.fleet_device import SimFleetDevice
 from benchmarks.common import finish, options
 from benchmarks.sim_speed import DEVICES, MODELS, MOST_TOKENS, RATE, SLO, specs_of
 
@@ -50,14 +52,26 @@ def preset_of(name: str) -> Preset:
 def timed() -> Iterator[list[float]]:
     """Return a list that gets the seconds of processor time of each decision meanwhile."""
     seconds: list[float] = []
-    decide = Orders._decide
+    reports = 0.0
+    decide, report = Orders._decide, SimFleetDevice.last_report
 
     def measured(self: Orders) -> None:
-        began = time.thread_time()
+        nonlocal reports
+        began, reports = time.thread_time(), 0.0
         decide(self)
-        seconds.append(time.thread_time() - began)
+        seconds.append(time.thread_time() - began - reports)
 
-    with patch.object(Orders, "_decide", measured):
+    def reported(self: SimFleetDevice) -> DeviceReport:
+        nonlocal reports
+        began = time.thread_time()
+        found = report(self)
+        reports += time.thread_time() - began
+        return found
+
+    with (
+        patch.object(Orders, "_decide", measured),
+        patch.object(SimFleetDevice, "last_report", reported),
+    ):
         yield seconds
 
 

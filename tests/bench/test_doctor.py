@@ -205,15 +205,17 @@ def test_a_context_beyond_the_models_own_is_warned_of(made: MadeFleet) -> None:
 def test_blocks_that_fit_no_page_are_warned_of_where_kv_is_staged(
     made: MadeFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = load_fleet(made.file, presets=("kvswap",), environ={})
+    fleet = load_fleet(made.file, presets=("ballast",), environ={})
+    device = replace(fleet.device, page_bytes=64 * KiB)
+    fleet = replace(fleet, preset="kvswap", device=device)
     chat = next(m for m in fleet.models if m.name == "atlas-chat")
     with InProcess(replace(fleet, models=(chat,))) as server:
         kv = server.device.state.models[chat.name].kv
-        layouts = {n: Layout.of(replace(kv.spec, block_tokens=n), MiB) for n in range(4, 4096)}
+        spec, page = kv.spec, device.page_bytes
+        layouts = {n: Layout.of(replace(spec, block_tokens=n), page) for n in range(16, 512)}
     divided = next(n for n, layout in layouts.items() if layout.slab_pages > 1)
     for tokens in (None, divided):
-        device = replace(fleet.device, page_bytes=MiB)
-        asked = replace(fleet, device=device, models=(replace(chat, block_tokens=tokens),))
+        asked = replace(fleet, models=(replace(chat, block_tokens=tokens),))
         found = [f for f in doctor_fleet.fleet(asked) if "fit no page" in f.found]
         assert [f.verdict for f in found] == [Verdict.WARN] * (tokens == divided)
         caplog.clear()
