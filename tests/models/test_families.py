@@ -47,13 +47,19 @@ def serve(path: Path, a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torc
     return ours.flip(0)
 
 
+PACKED_ELSEWHERE = {
+    *("exaone4", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "smollm3")
+}
+"""On the fast path in `fused/test_fused_recipes.py`, with chunks and decodes as here."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, tmp_path: Path) -> None:
     reference = make(tmp_path, config(family))
     a, b = tokens_of(70, 1), tokens_of(29, 2)
     theirs = torch.stack([of(reference, x) for x in (a, b)])
     assert theirs.std() > 0.5  # or nothing would have been tested
-    for linear in ("plain", "packed"):
+    for linear in ("plain",) if family in PACKED_ELSEWHERE else ("plain", "packed"):
         ours = serve(tmp_path, a, b, linear=linear)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
