@@ -36,6 +36,7 @@ from benchmarks.rival_terms import (
     choices,
 )
 from benchmarks.rival_vllm import Servers
+from tests.ports import kept_port
 
 NAMES = [f"m{i}" for i in range(6)]
 TERMS = Terms(
@@ -207,16 +208,17 @@ class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+http.server.HTTPServer.allow_reuse_port = True
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 """
 
 
 def test_a_server_is_awaited_and_stopped(tmp_path: Path) -> None:
-    port = free_port()
-    command = [sys.executable, "-c", ANSWERS, str(port)]
-    with server(command, f"http://127.0.0.1:{port}", tmp_path / "log") as pid:
-        assert family_of([pid])[0] == pid
-        assert memory_of([pid]) > 0
+    with kept_port() as port:
+        command = [sys.executable, "-c", ANSWERS, str(port)]
+        with server(command, f"http://127.0.0.1:{port}", tmp_path / "log") as pid:
+            assert family_of([pid])[0] == pid
+            assert memory_of([pid]) > 0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -160,15 +159,6 @@ class Stub(ThreadingHTTPServer):
         self.closing.set()
         self.shutdown()
         self.server_close()
-
-
-@contextmanager
-def kept_port() -> Iterator[int]:
-    """A port that nobody but a `Stub` gets meanwhile, and at which nobody answers without one."""
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind(("127.0.0.1", 0))
-        yield kept.getsockname()[1]
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from ballast.server.http.faults import Fault
 from ballast.server.http.request_context import STRANGER
 from ballast.server.routes.page import page_files
 from tests.bench.test_served_fleet import job
+from tests.ports import kept_port
 from tests.server.browser import CHROMIUM, Browser, browser
-from tests.server.page_stub import EVIL, Fleet, kept_port, stub
+from tests.server.page_stub import EVIL, Fleet, stub
 from tests.server.process import ServerProcess, until
 from tests.server.test_api import MODEL
 from tests.test_docs_site import ROOT
