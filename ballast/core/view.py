@@ -171,9 +171,11 @@ class ModelView:
     none there, or has requests, paused ones included."""
     cached_of: tuple[tuple[str, int], ...] = ()
     """Pages that hold cached prefixes only, by tenant."""
-    cached_chances: tuple[float, ...] = ()
-    """Chances that equal parts of its cached prefixes are used again, in the order in which they
-    would be dropped; none: nothing is known."""
+    cached_chances: Callable[[], tuple[float, ...]] = field(
+        default=tuple, compare=False, repr=False
+    )
+    """Computes the chances that equal parts of its cached prefixes are used again, in the order in
+    which they would be dropped; none: nothing is known."""
     given_up: bool = False
     """Whether it is resident, or its weights are loading, without any request, and all requests for
     which it was activated have left before any had a job."""

@@ -5,7 +5,7 @@ Part of `KvCache`: the engine's planner, views and policies' offers read these c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ballast.core.actions import Short
 from ballast.kv.book import BlockBook
@@ -24,9 +24,9 @@ class BlockCounts:
         return idle * self._book.layout.slab_pages - self.cached_borrowed_pages
 
     @property
-    def cached_chances(self) -> tuple[float, ...]:
-        """Chances that equal parts of the cached prefixes are used again, in the order in which
-        they would be dropped; none if nothing is known."""
+    def cached_chances(self) -> Callable[[], tuple[float, ...]]:
+        """Computes the chances that equal parts of the cached prefixes, as they are now, are used
+        again, in the order in which they would be dropped; none if nothing is known."""
         return self._book.slabs.chances()
 
     @property

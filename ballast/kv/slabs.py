@@ -17,7 +17,7 @@ of `KvCache` every slab has a block that is not free. Every operation costs O(1)
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from ballast.core.errors import BrokenPromise
 from ballast.kv.survival import Survival
@@ -254,11 +254,11 @@ class Slabs:
         slab.free += blocks
         self.settle(slab)
 
-    def chances(self) -> tuple[float, ...]:
-        """Return the chances that blocks of idle slabs are used again, by age, the least recently
-        used first (`Survival.chances`); none if nothing is known."""
+    def chances(self) -> Callable[[], tuple[float, ...]]:
+        """Return what computes the chances that blocks of idle slabs are used again, by age, the
+        least recently used first (`Survival.chances`); none if nothing is known."""
         if not self.idle:
-            return ()
+            return tuple
         oldest, newest = next(iter(self.idle.values())), next(reversed(self.idle.values()))
         blocks = len(self.idle) * self.blocks_per_slab
         return self.survival.chances(oldest.since, newest.since, blocks)

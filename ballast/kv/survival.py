@@ -6,6 +6,9 @@ come out of use since, so that a cache which nobody asks does not age.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 _BINS = 24
 """Of ages, each twice as wide as the one before."""
 _EDGES = (0.0, *(2.0**i for i in range(_BINS - 1)), float("inf"))
@@ -36,28 +39,36 @@ class Survival:
         self._ended[_bin(self.now - since)] += blocks
         self._known = True
 
-    def chances(self, oldest: int, newest: int, blocks: int) -> tuple[float, ...]:
-        """Return the chances to be used again of `PARTS` of so many cached blocks, oldest first,
-        which were used last between `oldest` and `newest`, evenly spread; none if nothing is known.
-        """
+    def chances(self, oldest: int, newest: int, blocks: int) -> Callable[[], tuple[float, ...]]:
+        """Return what computes, from what is known now, the chances to be used again of `PARTS` of
+        so many cached blocks, oldest first, which were used last between `oldest` and `newest`,
+        evenly spread; none if nothing is known. Few policies ask for them."""
         if not self._known:
-            return ()
+            return tuple
         young, old = max(0, self.now - newest), max(0, self.now - oldest)
-        first, last = _bin(young), _bin(old)
-        beyond = [1.0] * _BINS  # by the bin of its age: that a block is never used again
-        never, at_risk = 1.0, 1.0  # one that never was, so that little is certain of few
-        for i in range(_BINS - 1, -1, -1):
-            there = 0.0
-            if first == last == i:
-                there = 1.0 * blocks
-            elif first <= i <= last:
-                low, high = _EDGES[i : i + 2]
-                there = (min(old, high) - max(young, low)) / (old - young) * blocks
-            at_risk += self._ended[i] + there
-            never *= 1.0 - self._used[i] / at_risk
-            beyond[i] = never
-        ages = (old - (old - young) * (k + 0.5) / PARTS for k in range(PARTS))
-        return tuple(1.0 - beyond[_bin(round(age))] for age in ages)
+        return partial(_chances, tuple(self._used), tuple(self._ended), young, old, blocks)
+
+
+def _chances(
+    used: Sequence[float], ended: Sequence[float], young: int, old: int, blocks: int
+) -> tuple[float, ...]:
+    """Return the chances of blocks of ages from `young` to `old`, by blocks used again and ended by
+    the bin of their age."""
+    first, last = _bin(young), _bin(old)
+    beyond = [1.0] * _BINS  # by the bin of its age: that a block is never used again
+    never, at_risk = 1.0, 1.0  # one that never was, so that little is certain of few
+    for i in range(_BINS - 1, -1, -1):
+        there = 0.0
+        if first == last == i:
+            there = 1.0 * blocks
+        elif first <= i <= last:
+            low, high = _EDGES[i : i + 2]
+            there = (min(old, high) - max(young, low)) / (old - young) * blocks
+        at_risk += ended[i] + there
+        never *= 1.0 - used[i] / at_risk
+        beyond[i] = never
+    ages = (old - (old - young) * (k + 0.5) / PARTS for k in range(PARTS))
+    return tuple(1.0 - beyond[_bin(round(age))] for age in ages)
 
 
 def _bin(age: int) -> int:

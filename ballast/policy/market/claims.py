@@ -13,7 +13,7 @@ from ballast.core.actions import Action
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.market.claim_and_offer import Claim
-from ballast.policy.market.starvation import LONGEST_WAIT
+from ballast.policy.market.starvation import LONGEST_WAIT, last_served
 from ballast.policy.plans import activation
 
 BEHIND_ALL = 2
@@ -192,8 +192,12 @@ def _overdue(
     view: DeviceView, m: ModelView, r: RequestView, patience: float
 ) -> tuple[bool, float | None]:
     """Return whether a request has waited for `patience` of its TTFT service level, and else when
-    it will have, if ever. Negative `patience`: it has, whatever its place."""
+    it will have, if ever: one that waits behind all others has once its model starves. Negative
+    `patience`: it has, whatever its place."""
     behind = r.place >= BEHIND_ALL and patience >= 0
+    if behind:
+        starves_at = m.derived(last_served) + LONGEST_WAIT
+        return view.now >= starves_at, starves_at if view.now < starves_at < math.inf else None
     at = math.inf if behind else r.order.arrival + patience * _ttft(m, r)
     if view.now >= at:
         return True, None

@@ -258,13 +258,13 @@ class Outlook:
     def _expected(self) -> Mapping[str, tuple[float, float]]:
         """Requests per second of each model on the device, and the pages of KV that these hold at
         once (Little's law)."""
-        around = self.round_seconds
-        found = {}
+        around, now = self.round_seconds, self.now
+        found, rates = {}, self._rates
         for m, f in zip(self.view.models, self._facts, strict=True):
             if f.present:
-                rate = self._rate(m)
-                stay = around + f.outputs * max(f.step, around)
-                found[m.spec.name] = rate, rate * stay * f.request_pages
+                name, longer = m.spec.name, f.step if f.step > around else around
+                rates[name] = rate = m.traffic.arrivals.per_second(now)
+                found[name] = rate, rate * (around + f.outputs * longer) * f.request_pages
         return found
 
     @lazy_property

@@ -94,7 +94,7 @@ def _by_use(ahead: Outlook, m: ModelView, pages: int, spare: str) -> Iterator[Of
 def _by_age(ahead: Outlook, m: ModelView, pages: int) -> Iterator[tuple[int, float]]:
     """Yield the ends of parts of a model's cached pages, in the order in which they are dropped,
     and the chance that each page of the part is used again, which rises."""
-    chances = m.cached_chances if ahead.survival else ()
+    chances = m.derived(_chances) if ahead.survival else ()
     if not chances or pages < len(chances) * m.slab_pages:
         yield pages, chances_of(ahead, m)
         return
@@ -111,8 +111,12 @@ def _by_age(ahead: Outlook, m: ModelView, pages: int) -> Iterator[tuple[int, flo
 
 def chances_of(ahead: Outlook, m: ModelView) -> float:
     """Return the chance that a cached page of a model is used again, in the mean."""
-    chances = m.cached_chances if ahead.survival else ()
+    chances = m.derived(_chances) if ahead.survival else ()
     return sum(chances) / len(chances) if chances else m.traffic.reused(REUSE)
+
+
+def _chances(m: ModelView) -> Sequence[float]:
+    return m.cached_chances()
 
 
 def restoring_harm(ahead: Outlook, m: ModelView) -> float:

@@ -86,8 +86,6 @@ class ParkedModels:
         `FOREVER`, as whatever had made way for it would be missing then.
         """
         ahead = self._ahead
-        here = [(m, r, m.derived(_parkable)) for m, r in self._able if not ahead.holds_first(m)]
-        here = [(m, r, n) for m, r, n in here if n and m.residency is not Residency.ABSENT]
         unserved = ahead.unserved
         lacking = [m for m in ahead.work.models if m.waiting and _lacks(m)]
         wait = ahead.coming.wait(ahead.backlog - ahead.view.coming) if lacking else 0.0
@@ -95,6 +93,13 @@ class ParkedModels:
         lost = sum(waiting.values())
         if not (lost or unserved):
             return []
+        here = [
+            (m, r, n)
+            for m, r in self._able
+            if (n := m.derived(_parkable))
+            and m.residency is not Residency.ABSENT
+            and not ahead.holds_first(m)
+        ]
         gains = [lost - waiting.get(m.name, 0.0) for m, _, _ in here]
         if unserved:
             still = ahead.unserved_without((m.name, pages) for m, _, pages in here)

@@ -43,8 +43,8 @@ class RunningRequests:
         waits = ahead.coming.waits(work.pages + ahead.backlog) + own
         self._prices = ahead.lateness.of(waits) + ahead.lane_price * lane
         self._pages, self._lost = work.pages, work.lost
-        self._orders: dict[int, list[int]] = {}
-        """Columns of `work` by price, the cheapest first, for each number of pages lacked."""
+        self._orders: dict[int, list[tuple[int, float]]] = {}
+        """Columns of `work` and prices, the cheapest first, for each number of pages lacked."""
         self._offers: dict[int, Offer | None] = {}
 
     @property
@@ -56,10 +56,10 @@ class RunningRequests:
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
         """As of `OfferTable`; last come those that free blocks of their own model alone."""
-        for column in self._sorted(lacked):
+        for column, price in self._sorted(lacked):
             offer = self._offer(column)
             if offer is not None:
-                yield self._prices.item(column) / min(lacked, offer.pages), offer
+                yield price / min(lacked, offer.pages), offer
         for column in np.flatnonzero(self._pages == 0).tolist():
             offer = self._offer(column)
             if offer is not None and offer.blocks:
@@ -73,13 +73,16 @@ class RunningRequests:
         """As of `OfferTable`."""
         return False
 
-    def _sorted(self, lacked: int) -> list[int]:
-        """Return the columns of requests with pages by price per page, the cheapest first."""
+    def _sorted(self, lacked: int) -> list[tuple[int, float]]:
+        """Return the columns of requests with pages, and their prices, by price per page, the
+        cheapest first."""
         if lacked not in self._orders:
             holding = np.flatnonzero(self._pages > 0)[::-1]  # of equals the youngest first
             per_page = self._prices[holding] / np.minimum(self._pages[holding], lacked)
             per_page = per_page.astype(np.float32)  # equals but for rounding are equals
-            self._orders[lacked] = holding[np.argsort(per_page, kind="stable")].tolist()
+            columns = holding[np.argsort(per_page, kind="stable")]
+            prices = self._prices[columns].tolist()
+            self._orders[lacked] = list(zip(columns.tolist(), prices, strict=True))
         return self._orders[lacked]
 
     def _offer(self, column: int) -> Offer | None:
