@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.server.browser import CHROMIUM, Browser, browser
 
 ASK = "What is a ship's ballast?"
-WIDTH, HEIGHT = 1280, 760
+WIDTH, HEIGHT = 1280, 900
 SIMULATED = {"presets": "balloon,lru,swap", "workload": "poisson", "rate": "2", "seconds": "40"}
 TOKENS = 48
 
@@ -57,6 +57,9 @@ def simulate(page: Browser) -> None:
     page.value("document.querySelector('#simulate-go').click()")
     page.until("document.querySelector('#simulate-go').disabled")
     page.until("!document.querySelector('#simulate-go').disabled")
+    failed = page.value("document.querySelector('#simulated-error').textContent")
+    if failed:
+        sys.exit(f"page_picture: nothing was simulated: {failed}")
     page.value("document.querySelector('#moment').value = 500")
     page.value("document.querySelector('#moment').dispatchEvent(new Event('input'))")
 
