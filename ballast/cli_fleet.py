@@ -82,14 +82,14 @@ def fleet_delta(
         typer.Option(help="Most of a tensor that may be left off; default: 2^-8, 0.4 %."),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Most that a matrix may have, up to 512; default: 128.")
+        int | None, typer.Option(help="Most, up to 512, above which bits are few; default: 128.")
     ] = None,
     compared: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Read a text with both.")
     ] = True,
 ) -> None:
-    """Write a fine-tune as a low-rank delta over its base: an adapter, which is served on the base;
-    and say how exact it is."""
+    """Write a fine-tune as a delta over its base, in low rank or few bits: an adapter, which is
+    served on the base; and say how exact it is."""
     from rich.console import Console
 
     from ballast.bench.progress import shown
@@ -106,10 +106,11 @@ def fleet_delta(
     rank = RANK if rank is None else rank
     with shown() as progress:
         made = make_delta(before, after, target, tolerance=tolerance, rank=rank, progress=progress)
-    ranks = made.ranks.values()
+    ranks, bits = made.ranks.values(), [*made.bits.values()]
+    kept = [f"{len(ranks)} matrices of ranks {min(ranks)} to {max(ranks)}"] if ranks else []
+    kept += [f"{bits.count(n)} matrices in {n} bits" for n in sorted({*bits})]
     lines = [
-        f"{format_bytes(made.n_bytes)} for {format_bytes(made.whole_bytes)}: {len(ranks)} matrices "
-        f"of ranks {min(ranks)} to {max(ranks)}",
+        f"{format_bytes(made.n_bytes)} for {format_bytes(made.whole_bytes)}: {', '.join(kept)}",
         f"left off: at most {made.worst:.2%} of a tensor, of {tolerance:.2%} allowed",
     ]
     if compared:

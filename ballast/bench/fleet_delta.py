@@ -1,10 +1,11 @@
-"""Write a fine-tune as a delta over its base: low-rank differences of its matrices.
+"""Write a fine-tune as a delta over its base: differences of its matrices, in low rank or few bits.
 
 A fine-tune differs from its base by little in every matrix. Of each difference those singular
-values are kept that exceed what rounding makes by itself (`_edge`). What is left off is at most
-`tolerance` of the matrix, in the Frobenius norm; by default that is what rounding to bfloat16 may
-change. The result is a LoRA adapter in PEFT's format, which is served on the base, in its batches.
-Used by `ballast fleet delta`.
+values are kept that exceed what rounding makes by itself (`_edge`). If these are many, the whole
+difference is rounded to 4 bits, or to 8 (`few_bits`). What is left off is at most `tolerance` of
+the matrix, in the Frobenius norm; by default that is what rounding to bfloat16 may change. The
+result is a LoRA adapter in PEFT's format, or one of a kind of its own if a matrix is in few bits;
+it is served on the base, in its batches. Used by `ballast fleet delta`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ballast.bench.few_bits import FewBits, few_bits
 from ballast.bench.progress import Progress, quiet
 from ballast.core.errors import CheckpointError, ConfigError, UnsupportedModel
 from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings
@@ -32,6 +34,7 @@ from ballast.weights.checkpoint import load_host_model
 from ballast.weights.config import config_of, read_config
 from ballast.weights.host import HostTier
 from ballast.weights.meta_module import build_module
+from ballast.weights.packed_delta import GROUP, KIND, PREFIX
 from ballast.weights.source_files import ADAPTER_CONFIG, ADAPTER_TENSORS
 from ballast.weights.stored import find_tensors
 from ballast.weights.stored_tensor import Stored
@@ -54,7 +57,9 @@ class MadeDelta:
 
     path: Path
     ranks: Mapping[str, int]
-    """Rank of each changed linear module, by path."""
+    """Rank of each changed linear module of low rank, by path."""
+    bits: Mapping[str, int]
+    """Bits of each of the others."""
     errors: Mapping[str, float]
     """What is left off of each stored tensor that differs, as a part of it (Frobenius norm)."""
     n_bytes: int
@@ -78,8 +83,9 @@ class _Comparison:
     tolerance: float
     rank: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """A and B of each changed module, by their names in the adapter's file."""
+    """Matrices of each changed module, by their names in the adapter's file."""
     ranks: dict[str, int] = field(default_factory=dict)
+    bits: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -96,16 +102,21 @@ class _Comparison:
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in self.transposed:
             matrix = delta.T if self.transposed[module] else delta
-            factors = _low_rank(name, matrix, _edge(after, self.tolerance), self.rank)
-            if factors is not None:
-                a, b = factors
+            kept = _kept(name, matrix, float(after.norm()), self.tolerance, self.rank)
+            if isinstance(kept, FewBits):
+                self.bits[module] = kept.bits
+                for part, tensor in kept.tensors.items():
+                    self.tensors[f"{PREFIX}{module}.weight_{part}"] = tensor
+                matrix -= kept.rounded  # and `delta` with it
+            elif kept is not None:
+                a, b = kept
                 self.ranks[module] = len(a)
-                self.tensors[f"base_model.model.{module}.lora_A.weight"] = a
-                self.tensors[f"base_model.model.{module}.lora_B.weight"] = b
-                matrix -= b.float() @ a.float()  # and `delta` with it
+                self.tensors[f"{PREFIX}{module}.lora_A.weight"] = a
+                self.tensors[f"{PREFIX}{module}.lora_B.weight"] = b
+                matrix -= b.float() @ a.float()
         error = self.errors[name] = float(delta.norm() / after.norm())
         if not error <= self.tolerance:
-            what = f"a delta would leave off {error:.2%} of it, which is no product of low rank"
+            what = f"a delta would leave off {error:.2%} of it, which it cannot hold"
             raise UnsupportedModel(f"{name}: {what}: raise --tolerance to accept that")
 
 
@@ -146,13 +157,14 @@ def make_delta(
     made = MadeDelta(
         path=target,
         ranks=found.ranks,
+        bits=found.bits,
         errors=found.errors,
         n_bytes=sum(t.nbytes for t in found.tensors.values()),
         whole_bytes=sum(after.n_bytes for _, after in pairs.values()),
         other_text=_texts(base) != _texts(tune),
     )
     if 2 * made.n_bytes > made.whole_bytes:
-        what = f"a delta of ranks up to {max(made.ranks.values())} takes more than half its bytes"
+        what = f"a delta takes {made.n_bytes / made.whole_bytes:.0%} of its bytes, more than half"
         raise UnsupportedModel(f"{tune}: {what}: serve it as it is, or raise --tolerance")
     _write(made, found.tensors, base, tune, tolerance)
     return made
@@ -198,20 +210,44 @@ def _pairs(base: Path, tune: Path, *, tied: bool) -> dict[str, tuple[Stored, Sto
     return {name: (before[name], after[name]) for name in after}
 
 
-def _edge(whole: Tensor, tolerance: float) -> float:
+def _kept(
+    name: str, delta: Tensor, whole: float, tolerance: float, most: int
+) -> tuple[Tensor, Tensor] | FewBits | None:
+    """Return what is kept of a difference: A and B of `_low_rank`, or few bits if these take less;
+    None: nothing. `whole`: norm of the matrix.
+
+    Raises UnsupportedModel if its rank is above `most` and 8 bits leave off too much.
+    """
+    n, k = delta.shape
+    rank, factors = _low_rank(delta, _edge(delta.shape, whole, tolerance), most)
+    if rank == 0:
+        return None
+    for bits in (4, 8):
+        if factors is not None and 2 * rank * (n + k) <= n * k * (bits / 8 + 2 / GROUP):
+            return factors
+        found = few_bits(delta, bits)
+        if float((delta - found.rounded).norm()) <= tolerance * whole:
+            return found
+    if factors is None:
+        what = f"its difference from the base has a rank above {most}, and needs more than 8 bits"
+        raise UnsupportedModel(f"{name}: {what}: raise --rank or --tolerance")
+    return factors
+
+
+def _edge(shape: torch.Size, whole: float, tolerance: float) -> float:
     """Return the largest singular value that is left off.
 
     If elements are changed at random by `tolerance / 2` of their root mean square, that is about
     the largest singular value of all changes together. Leaving off all values up to it leaves off
     at most `tolerance` of the matrix: it has no more values than its smaller dimension.
     """
-    n, k = whole.shape
-    return float(tolerance / 2 * whole.norm() * (n**-0.5 + k**-0.5))
+    n, k = shape
+    return float(tolerance / 2 * whole * (n**-0.5 + k**-0.5))
 
 
-def _low_rank(name: str, delta: Tensor, edge: float, most: int) -> tuple[Tensor, Tensor] | None:
-    """Return A (r, inputs) and B (outputs, r) with B A the part of `delta` above `edge`, in
-    bfloat16; None if there is none. Raises UnsupportedModel if its rank is above `most`."""
+def _low_rank(delta: Tensor, edge: float, most: int) -> tuple[int, tuple[Tensor, Tensor] | None]:
+    """Return the rank r of the part of `delta` above `edge`, and A (r, inputs) and B (outputs, r)
+    with B A that part, in bfloat16; without these if the rank is 0 or above `most`."""
     tried = FIRST_RANK
     while True:
         with torch.random.fork_rng(devices=[]):
@@ -221,14 +257,11 @@ def _low_rank(name: str, delta: Tensor, edge: float, most: int) -> tuple[Tensor,
         if r <= min(tried, most) or tried >= min(most, *delta.shape):
             break
         tried *= 2
-    if r > most:
-        what = f"its difference from the base has a rank above {most}"
-        raise UnsupportedModel(f"{name}: {what}: raise --rank or --tolerance")
-    if r == 0:
-        return None
+    if not 0 < r <= most:
+        return r, None
     root = s[:r].sqrt()
     a, b = (v[:, :r] * root).T.bfloat16(), (u[:, :r] * root).bfloat16()
-    return a.contiguous(), b.contiguous()
+    return r, (a.contiguous(), b.contiguous())
 
 
 def _texts(directory: Path) -> Sequence[bytes]:
@@ -242,14 +275,15 @@ def _write(
     made: MadeDelta, tensors: Mapping[str, Tensor], base: Path, tune: Path, tolerance: float
 ) -> None:
     ranks = dict(made.ranks)
+    most = max(ranks.values(), default=1)
     config: dict[str, Any] = {
-        "peft_type": "LORA",
+        "peft_type": KIND if made.bits else "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": max(ranks.values()),
-        "lora_alpha": max(ranks.values()),
+        "r": most,
+        "lora_alpha": most,
         "bias": "none",
-        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in (*ranks, *made.bits)}),
         "rank_pattern": ranks,
         "alpha_pattern": ranks,
     }
@@ -260,6 +294,7 @@ def _write(
         "worst": made.worst,
         "errors": dict(made.errors),
         "ranks": ranks,
+        "bits": dict(made.bits),
     }
     made.path.mkdir(parents=True, exist_ok=True)
     (made.path / SUMMARY).write_text(json.dumps(summary, indent=1), encoding="utf-8")

@@ -246,6 +246,8 @@ def _estimated_bytes(spec: ModelSpec, step_tokens: int, step_logits: int) -> int
     # The product between an adapter's two matrices; indices of the rows of each adapter.
     if spec.adapters:
         through += t * (f * max(a.rank for a in spec.adapters) + 8 * 8)
+        if any(a.in_few_bits for a in spec.adapters):  # inputs and a product in float32
+            through += t * f * 2 * max(spec.hidden, spec.intermediate)
     bound = through + max(rotary, norm, attention, mlp, experts, head)
     if not spec.experts_per_token:
         bound = max(bound, _fused_bytes(spec, step_tokens, step_logits))

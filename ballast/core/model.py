@@ -32,7 +32,9 @@ class AdapterSpec(Levels):
     fingerprint: str
     """Hex digest over its base, its scales and its tensors; salts its cached prefixes."""
     rank: int
-    """Largest rank of its matrices."""
+    """Largest rank of its matrices; 0: all are in few bits."""
+    in_few_bits: bool = False
+    """Whether some of its changes are whole matrices in few bits, for CPUs alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,15 @@ _WORKSPACE_BYTES = 32 * MiB
 """Workspace of cuBLAS on Hopper, for each thread and stream; PyTorch never gives one back."""
 
 
-def _check_kv_dtype(spec: ModelSpec, settings: DeviceSettings) -> None:
-    """Raise ConfigError if the device's kernels cannot read the model's KV."""
+def _check_formats(spec: ModelSpec, settings: DeviceSettings) -> None:
+    """Raise ConfigError if the device's kernels cannot read the model's KV, or its adapters."""
     if settings.gpu is not None and spec.kv_dtype != "auto":
         allowed = f"{settings.name} is a GPU: KV in 8 bits is of CPUs"
         raise ConfigError(f"{spec.name}: kv_dtype", spec.kv_dtype, allowed)
+    for a in spec.adapters:
+        if a.in_few_bits and settings.gpu is not None:
+            allowed = f"{settings.name} is a GPU: a delta in few bits is of CPUs"
+            raise ConfigError(f"{spec.name}: adapter", a.name, allowed)
 
 
 def check_room(
@@ -44,7 +48,7 @@ def check_room(
     them `in_place`, in host memory. `aside`: pages that are set aside already. Sizes in the message
     are those of one rank.
     """
-    _check_kv_dtype(spec, settings)
+    _check_formats(spec, settings)
     specs = [*others, spec]
     page = settings.page_bytes
     aside = max(aside, pages_aside(specs, settings))

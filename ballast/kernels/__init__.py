@@ -28,6 +28,7 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `meeting_code`: Compiled part of the barrier.
 - `onednn`: Linear layers by oneDNN on packed weights in the pool's memory.
 - `paged_attention`: Paged attention on CPU for decodes and prefill chunks together.
+- `packed_delta`: An adapter's differences in few bits, on CPU.
 - `panel_forms`: Forms of quantised panels: how blocks of weights stay packed.
 - `plain`: Package: operations as plain PyTorch, a reference on any device.
 - `program_code`: Compiled part of programs: operations separated by barriers.

@@ -4,6 +4,7 @@ Used by `models.adapters` and `models.fused.adapters`. A `LoraGroup` holds the a
 for linear modules that share their input, such as queries, keys and values: built once per model,
 as its matrices never move. `AdapterRows` maps one job's rows to adapters. `LoraGroup.add` runs both
 kernels; `LoraGroup.tables` and `AdapterRows.place` build their tables for a program of kernels.
+Of adapters that change a module by a whole matrix in few bits, `add` adds these as well.
 
 Matrices are those of `weights/adapter.py`: A (rank, inputs), B transposed (rank, outputs), float32
 or bfloat16. Activations have their dtype, or float32. Sums are float32.
@@ -12,7 +13,7 @@ or bfloat16. Activations have their dtype, or float32. Sums are float32.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ballast.core.errors import BrokenPromise
 from ballast.core.units import ceil_div
 from ballast.kernels import lora_code as code
 from ballast.kernels import team
+from ballast.kernels.packed_delta import PackedMatrix, PackedProducts
 
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +61,8 @@ class LoraTarget:
     column: int = 0
     block: int | None = None
     block_step: int = 0
+    packed: tuple[PackedMatrix | None, ...] = ()
+    """Differences in few bits, by adapter: on CPUs alone."""
 
     @property
     def end(self) -> int:
@@ -67,6 +71,14 @@ class LoraTarget:
         if self.block is not None:
             last = last // self.block * self.block_step + last % self.block
         return self.column + last + 1
+
+    @property
+    def columns(self) -> Tensor:
+        """int64 (outputs,): column of y of each output."""
+        at = torch.arange(self.outputs)
+        if self.block is not None:
+            at = at // self.block * self.block_step + at % self.block
+        return at + self.column
 
 
 def tiled(adapters: Sequence[int] | Array, most: int) -> tuple[Array, list[tuple[int, int, int]]]:
@@ -112,6 +124,13 @@ class AdapterRows:
     def positions(self) -> int:
         """Number of rows that have an adapter."""
         return len(self._y_rows)
+
+    def by_adapter(self) -> Iterator[tuple[int, Array, Array]]:
+        """Yield each adapter with its rows of x, and of y: int64."""
+        for adapter in self.adapters:
+            own = self._tiles[self._tiles[:, 2] == adapter]
+            part = slice(own[0, 0], own[-1, 0] + own[-1, 1])
+            yield adapter, self._x_rows[part], self._y_rows[part]
 
     def place(self, made: Array, x: tuple[int, int], y: tuple[int, int], t: int) -> None:
         """Fill this job into tables (..., fields), and that they have not been run.
@@ -167,6 +186,9 @@ class LoraGroup:
         """Largest rank over the targets, by adapter."""
         self.rank: int = max(self._ranks)
         self.outputs = max(target.outputs for target in targets)
+        self._packed = [
+            PackedProducts(inputs, t.columns, t.packed) for t in targets if any(t.packed)
+        ]
         self._tables = self.tables()
         self._address = self._tables.ctypes.data
         self._step = self._tables.strides[0]
@@ -198,6 +220,8 @@ class LoraGroup:
         self._check(x, n, self.inputs, "input")
         self._check(y, n, self.width, "output")
         most = max((self._ranks[a] for a in rows.adapters), default=0)
+        for products in self._packed:
+            products.add(rows.by_adapter(), x, y)
         if most == 0:
             return
         t = rows.scratch(self.scratch(rows.positions))

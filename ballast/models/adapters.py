@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget, kernels
-from ballast.weights.host import HostAdapter, LoraDelta
+from ballast.kernels.packed_delta import PackedMatrix
+from ballast.weights.host import HostAdapter
 
 Rows = TypeVar("Rows")
 """Tables of rows by adapter, for kernels: `AdapterRows`, or their counterpart on GPUs."""
@@ -42,23 +44,47 @@ def targets_of(
 ) -> dict[str, tuple[int, LoraTarget]]:
     """Return, by module path, its inputs and the matrices that the adapters add. `addresses`: of
     the adapters' segments."""
-    sizes: dict[str, LoraDelta] = {d.module: d for adapter in adapters for d in adapter.deltas}
+    sizes: dict[str, tuple[int, int]] = {}
+    for adapter in adapters:
+        sizes |= {d.module: (d.outputs, d.inputs) for d in adapter.deltas}
+        sizes |= {d.module: (d.weight.shape[0], d.weight.shape[1]) for d in adapter.packed}
     return {
-        module: (sizes[module].inputs, LoraTarget(sizes[module].outputs, tuple(entries)))
-        for module, entries in matrices_of(adapters, addresses).items()
+        module: (sizes[module][1], found.target(sizes[module][0]))
+        for module, found in matrices_of(adapters, addresses).items()
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleMatrices:
+    """What each adapter has for one module: of low rank, or in few bits."""
+
+    low_rank: list[LoraMatrices | None]
+    packed: list[PackedMatrix | None]
+
+    def target(
+        self, outputs: int, column: int = 0, block: int | None = None, block_step: int = 0
+    ) -> LoraTarget:
+        """Return them for outputs that lie in y as of `LoraTarget`."""
+        where = (column, block, block_step)
+        return LoraTarget(outputs, tuple(self.low_rank), *where, packed=tuple(self.packed))
 
 
 def matrices_of(
     adapters: Sequence[HostAdapter], addresses: Sequence[int]
-) -> dict[str, list[LoraMatrices | None]]:
-    """Return, by module path, each adapter's matrices for it. `addresses`: of the adapters'
-    segments."""
-    found: dict[str, list[LoraMatrices | None]] = {}
+) -> dict[str, ModuleMatrices]:
+    """Return each adapter's matrices by module path. `addresses`: of the adapters' segments."""
+    found: dict[str, ModuleMatrices] = {}
+
+    def of(module: str) -> ModuleMatrices:
+        n = len(adapters)
+        return found.setdefault(module, ModuleMatrices([None] * n, [None] * n))
+
     for i, (adapter, base) in enumerate(zip(adapters, addresses, strict=True)):
         for d in adapter.deltas:
-            entries = found.setdefault(d.module, [None] * len(adapters))
-            entries[i] = LoraMatrices(base + d.a.offset, base + d.b.offset, d.rank, d.scale)
+            a, b = base + d.a.offset, base + d.b.offset
+            of(d.module).low_rank[i] = LoraMatrices(a, b, d.rank, d.scale)
+        for p in adapter.packed:
+            of(p.module).packed[i] = PackedMatrix(base + p.weight.offset, p.weight.form)
     return found
 
 

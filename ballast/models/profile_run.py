@@ -200,7 +200,11 @@ def _shallow(host: HostModel) -> HostModel:
     n = max(1 + (1 + later.index(kind) if kind in later else 0) for kind in kinds)
     dropped = tuple(f"{path}." for path in paths[n:] if path)
     adapters = tuple(
-        replace(a, deltas=tuple(d for d in a.deltas if not d.module.startswith(dropped)))
+        replace(
+            a,
+            deltas=tuple(d for d in a.deltas if not d.module.startswith(dropped)),
+            packed=tuple(d for d in a.packed if not d.module.startswith(dropped)),
+        )
         for a in host.adapters
     )
     shallow = replace(

@@ -32,6 +32,7 @@ cannot see `kv`.
 - `module_pattern`: Linear-time patterns of module paths.
 - `module_segments`: A module's tensors, divided into segments.
 - `origin`: Identify a segment's bytes without reading them.
+- `packed_delta`: Matrices of an adapter that are differences in few bits.
 - `packing`: Memory layout of each tensor of a segment: as stored, or panel-packed.
 - `packing_experts`: Memory layout of a layer's experts.
 - `page_size`: Choose the page size of CPU devices by the size of their models.

@@ -2,7 +2,8 @@
 
 An adapter adds `scale * (x A^T) B^T` to the output of some of its base's linear modules. Its
 matrices become one more segment of the base in the host tier, in the base's dtype: they are on the
-device whenever the base is. B is kept transposed, as the kernels read it: (rank, outputs).
+device whenever the base is. B is kept transposed, as the kernels read it: (rank, outputs). One that
+`ballast fleet delta` made may have whole matrices in few bits, too (`packed_delta`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ from ballast.core.levels import level_fields
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.fleet.unfinished_download import unfinished
+from ballast.weights import packed_delta
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
 from ballast.weights.finite import fault_of, is_finite
-from ballast.weights.host import HostAdapter, HostBytes, HostModel, HostTier, LoraDelta
+from ballast.weights.host import (
+    HostAdapter,
+    HostBytes,
+    HostModel,
+    HostTier,
+    LoraDelta,
+    PackedDelta,
+)
 from ballast.weights.module_pattern import ModulePattern
 from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
@@ -119,11 +128,11 @@ def load_adapter(
         raise NotThere(settings.fault)
     wanted = AdapterSource(Path(settings.path), dict(modules))
     try:
-        pairs = tier.isolation.call(read_pairs, wanted, tuple[Pair, ...])
+        parts = tier.isolation.call(read_parts, wanted, AdapterParts)
     except LimitExceeded as error:
         raise LimitExceeded(f"{settings.path}: matching it with its base, {error}") from error
     try:
-        return _load(settings, pairs, base, modules, tier)
+        return _load(settings, parts, base, modules, tier)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(str(error.filename or settings.path), None, reason) from error
@@ -151,19 +160,30 @@ class Pair:
         return self.a.shape[0]
 
 
-def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
-    """Read an adapter's configuration and header, and check them against its base.
+@dataclass(frozen=True, slots=True)
+class AdapterParts:
+    """What an adapter has for the modules that it changes, each in the base's order."""
 
-    Returns A and B of each adapted module, in the base's order. Raises CheckpointError and
-    UnsupportedModel.
-    """
+    pairs: tuple[Pair, ...]
+    packed: tuple[packed_delta.StoredDelta, ...] = ()
+
+
+def read_parts(wanted: AdapterSource) -> AdapterParts:
+    """Read an adapter's configuration and header, and check them against its base. Raises
+    CheckpointError and UnsupportedModel."""
     path = wanted.directory / ADAPTER_TENSORS
     try:
         config = _Config.read(wanted.directory / ADAPTER_CONFIG)
         if not path.is_file():
             left = unfinished(wanted.directory) or "only safetensors are read"
             raise CheckpointError(str(path), None, f"there is no such file; {left}")
-        return _pairs(path, config, wanted.modules)
+        tensors = read_header(path)
+        packed: tuple[packed_delta.StoredDelta, ...] = ()
+        if config.kind == packed_delta.KIND:
+            tensors, packed = packed_delta.split(tensors, wanted.modules)
+        if not (tensors or packed):
+            raise CheckpointError(str(path), None, "it holds no tensors")
+        return AdapterParts(_pairs(path, tensors, config, wanted.modules), packed)
     except BallastError:
         raise
     except OSError as error:
@@ -175,17 +195,21 @@ def read_pairs(wanted: AdapterSource) -> tuple[Pair, ...]:
 
 def _load(
     settings: AdapterSettings,
-    pairs: Sequence[Pair],
+    parts: AdapterParts,
     base: ModelSpec,
     modules: Mapping[str, tuple[int, int]],
     tier: HostTier,
 ) -> HostAdapter:
+    pairs = parts.pairs
     tensors = _read(pairs, DTYPES[base.dtype])
-    packed = [
+    placed = [
         PackedTensor((name,), tuple(t.shape), base.dtype, 0, t.nbytes, PLAIN, (name,))
         for name, t in tensors.items()
     ]
-    segment = pack(f"adapter {settings.name}", packed)
+    tensors |= packed_delta.read(parts.packed)
+    placed += [packed_delta.tensor(d) for d in parts.packed]
+    segment = pack(f"adapter {settings.name}", placed)
+    n = 2 * len(pairs)
 
     def fill(piece: Piece) -> bytes:
         address = tensors[piece.tensor.names[0]].data_ptr() + piece.start
@@ -195,21 +219,30 @@ def _load(
     memory = HostBytes(settings.name, [segment], fill, 1, tier)
     deltas = tuple(
         LoraDelta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
-        for pair, a, b in zip(pairs, segment.tensors[::2], segment.tensors[1::2], strict=True)
+        for pair, a, b in zip(pairs, segment.tensors[:n:2], segment.tensors[1:n:2], strict=True)
     )
-    identity = json.dumps([base.fingerprint, [[d.module, d.rank, d.scale] for d in deltas]])
+    packed = tuple(
+        PackedDelta(d.module, t) for d, t in zip(parts.packed, segment.tensors[n:], strict=True)
+    )
+    of = [[d.module, d.rank, d.scale] for d in deltas] + [[p.module, p.weight.form] for p in packed]
+    identity = json.dumps([base.fingerprint, of])
     fingerprint = hashlib.sha256(identity.encode() + memory.digest).hexdigest()
-    return HostAdapter(adapter_spec(settings, fingerprint, deltas), deltas, segment, memory)
+    spec = adapter_spec(settings, fingerprint, deltas, packed)
+    return HostAdapter(spec, deltas, segment, memory, packed)
 
 
 def adapter_spec(
-    settings: AdapterSettings, fingerprint: str, deltas: Sequence[LoraDelta]
+    settings: AdapterSettings,
+    fingerprint: str,
+    deltas: Sequence[LoraDelta],
+    packed: Sequence[PackedDelta],
 ) -> AdapterSpec:
     """Return the spec of a loaded adapter."""
     return AdapterSpec(
         name=settings.name,
         fingerprint=fingerprint,
-        rank=max(d.rank for d in deltas),
+        rank=max((d.rank for d in deltas), default=0),
+        in_few_bits=bool(packed),
         **level_fields(settings),
     )
 
@@ -219,6 +252,7 @@ class _Config:
     """Ranks and scales from adapter_config.json."""
 
     path: Path
+    kind: str
     rank: int
     alpha: float
     rank_patterns: Sequence[tuple[ModulePattern, int]]
@@ -245,7 +279,8 @@ class _Config:
             )
         rs = bool(config.get("use_rslora"))
         ranks, alphas = ([(_pattern(path, k), v) for k, v in p.items()] for p in patterns)
-        return cls(path, config["r"], config["lora_alpha"], ranks, alphas, rs)
+        kind = str(config["peft_type"])
+        return cls(path, kind, config["r"], config["lora_alpha"], ranks, alphas, rs)
 
     def of(self, module: str) -> tuple[int, float]:
         """Return (rank, scale) of one module."""
@@ -271,7 +306,7 @@ def _by_pattern(
 def _refuse(path: Path, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for an adapter that is more than low-rank products."""
     kind = config.get("peft_type")
-    if kind != "LORA":
+    if kind not in ("LORA", packed_delta.KIND):
         raise UnsupportedModel(f"{path}: an adapter of type {kind!r}; only LORA is supported")
     unsupported = [what for key, what in _REFUSED.items() if config.get(key)]
     if config.get("bias", "none") != "none":
@@ -283,18 +318,21 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"{path}: the adapter needs {', '.join(unsupported)}; not supported")
 
 
-def _pairs(path: Path, config: _Config, modules: Mapping[str, tuple[int, int]]) -> tuple[Pair, ...]:
+def _pairs(
+    path: Path,
+    tensors: Mapping[str, Stored],
+    config: _Config,
+    modules: Mapping[str, tuple[int, int]],
+) -> tuple[Pair, ...]:
     """Return A and B of each module that the file adapts, checked, in the model's order."""
     halves: dict[str, dict[str, Stored]] = {}
-    for name, stored in read_header(path).items():
+    for name, stored in tensors.items():
         match = _KEY.fullmatch(name)
         if match is None:
             raise stored.error("not a LoRA matrix of a linear module; nothing else is supported")
         if match[1] not in modules:
             raise stored.error(f"the base has no linear module {match[1]!r}")
         halves.setdefault(match[1], {})[match[2]] = stored
-    if not halves:
-        raise CheckpointError(str(path), None, "it holds no tensors")
     pairs = []
     for module, (inputs, outputs) in modules.items():
         if module not in halves:

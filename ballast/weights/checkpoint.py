@@ -155,7 +155,10 @@ def _keep(
         tokenizer=host.tokenizer,
         manifest=manifest,
         adapters=tuple(
-            SealedAdapter(a.spec.name, a.spec.fingerprint, a.deltas, a.segment, a.memory.digests[0])
+            SealedAdapter(
+                *(a.spec.name, a.spec.fingerprint, a.deltas),
+                *(a.segment, a.memory.digests[0], a.packed),
+            )
             for a in host.adapters
         ),
         failed=dict(host.failed),
@@ -185,8 +188,8 @@ def _again(settings: ModelSettings, sealed: SealedModel, tier: HostTier) -> Host
         if held is None:
             with_adapters(host, adapters, {}).close()
             return None
-        spec = adapter_spec(by_name[one.name], one.fingerprint, one.deltas)
-        adapters.append(HostAdapter(spec, one.deltas, one.segment, held))
+        spec = adapter_spec(by_name[one.name], one.fingerprint, one.deltas, one.packed)
+        adapters.append(HostAdapter(spec, one.deltas, one.segment, held, one.packed))
     if host.spec.fingerprint != sealed.fingerprint:
         raise BrokenPromise(f"{settings.name}: other segments than those that were kept")
     sealed.log_changes(settings)

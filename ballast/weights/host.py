@@ -308,6 +308,16 @@ class LoraDelta:
     """B transposed: (rank, outputs)."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedDelta:
+    """An adapter's change of a linear module by a whole matrix in few bits: y += x W^T."""
+
+    module: str
+    """Path in the base."""
+    weight: PackedTensor
+    """(outputs, inputs), in quantised panels."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HostAdapter:
     """An adapter in the host tier: one segment."""
@@ -317,6 +327,8 @@ class HostAdapter:
     """In the base's order of modules."""
     segment: Segment
     memory: HostBytes
+    packed: tuple[PackedDelta, ...] = ()
+    """Modules that it changes otherwise than by `deltas`."""
 
 
 @dataclass(slots=True, eq=False)

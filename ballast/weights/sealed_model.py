@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ballast import __version__
 from ballast.core.settings import ModelSettings
-from ballast.weights.host import HostTier, LoraDelta
+from ballast.weights.host import HostTier, LoraDelta, PackedDelta
 from ballast.weights.manifest import Manifest
 from ballast.weights.segment import Segment
 from ballast.weights.sharding import WHOLE, Shard
@@ -34,6 +34,7 @@ class SealedAdapter:
     segment: Segment
     digest: str
     """Of its segment."""
+    packed: tuple[PackedDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

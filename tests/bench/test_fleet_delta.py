@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ballast.bench.few_bits import few_bits
 from ballast.bench.fleet_delta import SUMMARY, delta_divergence, make_delta
 from ballast.core.errors import BallastError, ConfigError
-from ballast.core.settings import AdapterSettings, ModelSettings
+from ballast.core.job import SequenceWork
+from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings
+from ballast.core.units import MiB
+from ballast.engine.sizing import check_room
 from ballast.weights.checkpoint import load_host_model
+from ballast.weights.host import HostTier
 from benchmarks.families import config, make
-from tests.models.tiny import llama, save
+from tests.models.test_families import of, tokens_of
+from tests.models.tiny import GREEDY, Served, llama, save
 
 CHANGED = ("q_proj", "down_proj")
 EVERY = (*CHANGED, "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
@@ -73,6 +81,91 @@ def test_a_delta_is_an_adapter_of_its_base(base: Path, tmp_path: Path) -> None:
     host.close()
 
 
+@pytest.mark.parametrize("impl", ["fused", "generic"])
+def test_a_fine_tune_of_high_rank_is_kept_in_few_bits(
+    impl: str, base: Path, tmp_path: Path
+) -> None:
+    small = {"rank": 60, "size": 0.03, "changed": (*EVERY, "lm_head")}
+    tune = tuned(base, tmp_path / "tune", **small).float()
+    made = make_delta(base, tmp_path / "tune", tmp_path / "delta", rank=8)
+    assert (not made.ranks, {*made.bits.values()}) == (True, {4})
+    assert len(made.bits) == 3 * len(EVERY) + 1
+    assert 2.0**-11 < made.worst <= 2.0**-8
+    assert 2 * made.n_bytes < made.whole_bytes
+    adapters = (AdapterSettings(name="tune", path=str(tmp_path / "delta")),)
+    given = {"adapters": adapters, "dtype": "float32", "model_impl": impl, "linear": "packed"}
+    served = Served(base, **given)
+    assert (served.host.failed, served.spec.adapters[0].rank) == ({}, 0)
+    with pytest.raises(ConfigError, match="cuda:0 is a GPU: a delta in few bits is of CPUs"):
+        check_room(served.spec, [], DeviceSettings(name="cuda:0", budget_bytes=512 * MiB))
+    tokens, others = tokens_of(40, 1), tokens_of(23, 2)
+    ours, beside, without = served.logits(
+        SequenceWork("a", tokens.tolist(), 0, served.table(range(3)), GREEDY, 0),
+        SequenceWork("b", others.tolist(), 0, served.table(range(3, 5)), GREEDY),
+        SequenceWork("c", tokens.tolist(), 0, served.table(range(5, 8)), GREEDY),
+    )
+    served.close()
+    plain = AutoModelForCausalLM.from_pretrained(base).float()
+    alone = of(plain, tokens)
+    torch.testing.assert_close(without, alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(beside, of(plain, others), rtol=0, atol=1e-4)
+    for module in made.bits:
+        before = plain.get_submodule(module).weight.data
+        before += few_bits(tune.get_submodule(module).weight.detach() - before, 4).rounded
+    torch.testing.assert_close(ours, of(plain, tokens), rtol=0, atol=5e-4)
+    theirs = of(tune, tokens)
+    assert (ours - theirs).norm() < 0.2 * (alone - theirs).norm()
+
+
+def test_matrices_of_both_kinds_and_bits_in_one_delta(base: Path, tmp_path: Path) -> None:
+    tune = tuned(base, tmp_path / "first", rank=2, changed=("q_proj",))
+    for name, size in (("down_proj", 0.03), ("up_proj", 0.3)):
+        weight = tune.model.layers[1].get_submodule(f"mlp.{name}").weight.data
+        change = torch.randn_like(weight)
+        weight += change * (size * weight.norm() / change.norm())
+    save(tune, tmp_path / "tune", dtype=torch.bfloat16)
+    made = make_delta(base, tmp_path / "tune", tmp_path / "delta")
+    mlp = "model.layers.1.mlp"
+    assert made.bits == {f"{mlp}.down_proj": 4, f"{mlp}.up_proj": 8}
+    assert {m.rpartition(".")[2] for m in made.ranks} == {"q_proj"}
+    tier = HostTier()
+    adapters = (AdapterSettings(name="tune", path=str(made.path)),)
+    host = load_host_model(ModelSettings(name="base", path=str(base), adapters=adapters), tier)
+    assert not host.failed
+    kept = {p.module: p.weight.form for p in host.adapters[0].packed}
+    assert kept == {f"{mlp}.up_proj": "INT8-BF16:32", f"{mlp}.down_proj": "INT4-BF16:32"}
+    host.close()
+    near, alone = delta_divergence(base, tmp_path / "tune", made.path)
+    assert near.nats < alone.nats / 20
+
+
+def test_tensors_that_do_not_fit_the_base_are_refused(base: Path, tmp_path: Path) -> None:
+    tuned(base, tmp_path / "tune", rank=60, changed=("q_proj",))
+    make_delta(base, tmp_path / "tune", tmp_path / "delta", rank=8)
+    file = tmp_path / "delta" / "adapter_model.safetensors"
+    good = load_file(file)
+    stem = "base_model.model.model.layers.1.self_attn.q_proj.weight"
+    adapters = (AdapterSettings(name="d", path=str(tmp_path / "delta")),)
+    settings = ModelSettings(name="base", path=str(base), adapters=adapters)
+
+    def failing(match: str, **changed: torch.Tensor) -> None:
+        new = {f"{stem}_{part}": tensor for part, tensor in changed.items()}
+        save_file({**good, **new}, file)
+        host = load_host_model(settings)
+        assert re.search(match, host.failed["d"]), host.failed
+        host.close()
+
+    bad = good[f"{stem}_scale"].clone()
+    bad[3, 1] = float("nan")
+    failing("q_proj.weight.*NaN or infinite", scale=bad)
+    failing("q_proj.weight.*scales are not those", scale=bad[:5])
+    failing("not a LoRA matrix", zero_point=torch.zeros(16, 4, dtype=torch.int32))
+    config = json.loads((tmp_path / "delta" / "adapter_config.json").read_text())
+    config["peft_type"] = "LORA"
+    (tmp_path / "delta" / "adapter_config.json").write_text(json.dumps(config))
+    failing("not a LoRA matrix")
+
+
 def test_what_is_no_delta_is_refused_by_name(base: Path, tmp_path: Path) -> None:
     def refused(tune: Path, match: str, **more: Any) -> None:
         with pytest.raises(BallastError, match=match):
@@ -80,9 +173,14 @@ def test_what_is_no_delta_is_refused_by_name(base: Path, tmp_path: Path) -> None
         assert not (tmp_path / "delta").exists()
 
     refused(base, "there is nothing to keep")
-    tuned(base, tmp_path / "high", rank=60, size=0.3, changed=EVERY)
-    refused(tmp_path / "high", r"down_proj.weight: .* a rank above 8: raise --rank", rank=8)
-    refused(tmp_path / "high", "takes more than half its bytes")
+    small = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
+    llama(tmp_path / "small", dtype=torch.bfloat16, **small)
+    tuned(tmp_path / "small", tmp_path / "high", rank=60, size=0.3, changed=EVERY)
+    with pytest.raises(BallastError, match=r"takes 5.% of its bytes, more than half"):
+        make_delta(tmp_path / "small", tmp_path / "high", tmp_path / "delta")
+    tuned(base, tmp_path / "other weights", rank=60, size=3.0)
+    above = r"down_proj.weight: .* a rank above 8, and needs more than 8 bits: raise --rank"
+    refused(tmp_path / "other weights", above, rank=8)
     normed = tuned(base, tmp_path / "low", rank=2)
     normed.model.layers[1].input_layernorm.weight.data *= 1.1
     save(normed, tmp_path / "normed", dtype=torch.bfloat16)

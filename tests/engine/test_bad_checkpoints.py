@@ -180,7 +180,7 @@ class Adapters:
         self._zygote = zygote
 
     def call(self, function: Callable[[A], R], argument: A, result: type[R]) -> R:
-        how: Isolation = self._zygote if function.__name__ == "read_pairs" else Here()
+        how: Isolation = self._zygote if function.__name__ == "read_parts" else Here()
         return how.call(function, argument, result)
 
 

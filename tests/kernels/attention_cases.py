@@ -21,7 +21,7 @@ from ballast.kernels.gpu.batch import GpuBatch, Scratch
 from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.triton.attention import TritonAttention
 from benchmarks.interpreted import chained_dots
-from tests.kernels.reference import reference
+from tests.kernels.reference import Example, Ragged, examples, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 """NumPy's, of what is not a number: these cases put it where it must not be read."""
@@ -142,7 +142,7 @@ def compare(
         row += count
 
 
-sequences = st.lists(
+sequences: st.SearchStrategy[Ragged] = st.lists(
     st.tuples(
         st.one_of(st.integers(0, 90), st.integers(240, 600)),
         st.one_of(st.just(1), st.integers(1, 40)),
@@ -154,34 +154,14 @@ sequences = st.lists(
 
 # A GPU compiles three kernels anew for nearly every example.
 @settings(max_examples=15 if GPU else 10, deadline=None, phases=[Phase.generate])
-@given(
-    sequences,
-    st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (33, 1)]),
-    st.sampled_from([8, 20, 64, 80]),
-    st.sampled_from([1, 5, 16, 48]),
-    st.sampled_from(list(TOLERANCES)),
-    st.sampled_from([None, None, 1, 7, 40, 300, 1000]),
-    st.sampled_from([None, None, 0.5, 30.0]),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
-def test_triton_equals_softmax_in_float64(
-    ragged: list[tuple[int, int]],
-    heads: tuple[int, int],
-    dim: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    window: int | None,
-    softcap: float | None,
-    sunk: bool,
-    seed: int,
-) -> None:
-    torch.manual_seed(seed)
-    sinks = torch.randn(heads[0]).mul(4).to(dtype) if sunk else None
-    job = Job.of(ragged, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype)
-    qkv = inputs(job, heads[0])
-    batch = job.batch(heads[0], lambda b: TritonAttention(b, 3))
-    compare(job, run(job, batch, qkv, window, softcap, sinks), qkv, window, softcap, sinks)
+@given(examples(sequences, dims=(8, 20, 64, 80)), st.sampled_from(list(TOLERANCES)))
+def test_triton_equals_softmax_in_float64(e: Example, dtype: torch.dtype) -> None:
+    layer = e.layer(dtype)
+    heads, kv_heads = e.heads
+    job = Job.of(e.ragged, kv_heads=kv_heads, dim=e.dim, block_tokens=e.block_tokens, dtype=dtype)
+    qkv = inputs(job, heads)
+    batch = job.batch(heads, lambda b: TritonAttention(b, 3))
+    compare(job, run(job, batch, qkv, *layer), qkv, *layer)
 
 
 def test_models_whose_jobs_take_turns_have_what_is_merged_in_common() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.paged_attention import KvArray, PagedBatch
 from benchmarks.kv_kinds import rounded
-from tests.kernels.reference import reference
-from tests.kernels.test_paged_attention import heads_of, inputs, sequences
+from tests.kernels.reference import Example, examples
+from tests.kernels.test_paged_attention import inputs
 
 LAYERS = 2
 
@@ -61,53 +61,30 @@ def attended(
 
 
 @settings(max_examples=40)
-@given(
-    sequences,
-    heads_of,
-    st.sampled_from([1, 8, 20, 64, 80]),
-    st.sampled_from([1, 5, 16, 48]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([None, None, 1, 7, 40, 1000]),
-    st.sampled_from([None, None, 0.5, 30.0]),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
-def test_equals_plain_rounding_and_softmax_in_float64(
-    ragged: list[tuple[int, int]],
-    heads: tuple[int, int],
-    dim: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    window: int | None,
-    softcap: float | None,
-    sunk: bool,
-    seed: int,
-) -> None:
-    torch.manual_seed(seed)
-    sinks = torch.randn(heads[0]).mul(4).to(dtype) if sunk else None
-    lengths = [start + count for start, count in ragged]
-    cache = Int8Cache(lengths, heads[1], dim, block_tokens)
-    every = [inputs(n, heads[0], heads[1], dim, dtype) for n in lengths]
-    began = [(i, start) for i, (start, _) in enumerate(ragged) if start]
+@given(examples(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_equals_plain_rounding_and_softmax_in_float64(e: Example, dtype: torch.dtype) -> None:
+    layer = e.layer(dtype)
+    lengths = [start + count for start, count in e.ragged]
+    cache = Int8Cache(lengths, e.heads[1], e.dim, e.block_tokens)
+    every = [inputs(n, *e.heads, e.dim, dtype) for n in lengths]
+    began = [(i, start) for i, start in enumerate(e.starts) if start]
     if began:
         tables, cache.tables = cache.tables, [cache.tables[i] for i, _ in began]
         before = [[x[:start] for x in every[i]] for i, start in began]
         q, k, v = (torch.cat(x) for x in zip(*before, strict=True))
         attended(cache, [0] * len(began), [start for _, start in began], q, k, v)
         cache.tables = tables
-    now = [[x[start:] for x in of] for of, (start, _) in zip(every, ragged, strict=True)]
+    now = [[x[start:] for x in of] for of, start in zip(every, e.starts, strict=True)]
     q, k, v = (torch.cat(x) for x in zip(*now, strict=True))
-    starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
-    out = attended(cache, starts, counts, q, k, v, window, softcap, sinks)
-    row = 0
-    for i, (start, count) in enumerate(ragged):
-        keys, values = cache.read(i, 1, start + count)
+    out = attended(cache, e.starts, e.counts, q, k, v, *layer)
+
+    def read(i: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = cache.read(i, 1, lengths[i])
         assert torch.equal(keys, rounded(every[i][1].float()))
         assert torch.equal(values, rounded(every[i][2].float()))
-        part = slice(row, row + count)
-        expected = reference(q[part], keys, values, start, dim**-0.5, window, softcap, sinks)
-        torch.testing.assert_close(out[part].double(), expected, rtol=0, atol=1e-5)
-        row += count
+        return keys, values
+
+    e.compare(out, q, read, layer[2], {"rtol": 0, "atol": 1e-5})
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 32), (8, 8, 16), (4, 2, 80), (5, 1, 20)])

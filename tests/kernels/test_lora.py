@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ballast.bench.few_bits import few_bits
 from ballast.core.errors import BrokenPromise
-from ballast.kernels import lora, team
+from ballast.kernels import lora, quantised, team
 from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget
+from ballast.kernels.packed_delta import PackedMatrix
+from ballast.kernels.quantised import PackedRows
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -180,3 +183,66 @@ def test_what_the_kernels_would_misread_is_refused() -> None:
         group.add(rows, x, torch.randn(2, 9))
     with pytest.raises(BrokenPromise, match="multiples of 32"):
         LoraGroup(8, [target([adapter], 8, block=16, block_step=32)], F32)
+
+
+def packed(n: int, k: int, bits: int) -> tuple[PackedMatrix, Tensor, Tensor]:
+    """A random matrix (n, k) in few bits, its panels, and what it stands for."""
+    found = few_bits(torch.randn(n, k), bits)
+    scales = found.scales.float().repeat_interleave(32, 1)[:, :k]
+    codes = (found.rounded / scales).nan_to_num().round()
+    codes = codes.to(torch.int16) + (8 if bits == 4 else 0)
+    rows = PackedRows((codes & 255).to(torch.uint8), found.scales)
+    form = f"INT{bits}-BF16:32"
+    panels = quantised.pack(rows, form, k)
+    return PackedMatrix(panels.data_ptr(), form), panels, found.rounded
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_matrices_in_few_bits_beside_those_of_low_rank(threads: int, dtype: torch.dtype) -> None:
+    k, n, blocks = 84, 100, {"block": 32, "block_step": 64}
+    one, kept, whole = packed(n, k, 4)
+    two, also, wider = packed(n, k, 8)
+    low = Adapter.random(k, n, 3, dtype)
+    targets = [
+        LoraTarget(n, (None, None, low.matrices), 5, packed=(one, None, None)),
+        LoraTarget(n, (None,) * 3, 128, **blocks, packed=(None, two, None)),
+    ]
+    group = LoraGroup(k, targets, dtype)
+    assert group.width == 128 + 3 * 64 + 4
+    index = [2, -1, 0, 1, 0, 2, 1, 1]
+    x, y = torch.randn(8, k).to(dtype), torch.randn(8, 330).to(dtype)
+    columns = torch.arange(n) // 32 * 64 + torch.arange(n) % 32 + 128
+    expected = y.double().clone()
+    for row, adapter in enumerate(index):
+        if adapter == 0:
+            expected[row, 5:105] += whole.double() @ x[row].double()
+        elif adapter == 1:
+            expected[row, columns] += wider.double() @ x[row].double()
+        elif adapter == 2:
+            expected[row, 5:105] += low.of(x[row])
+    before = y.clone()
+    group.add(AdapterRows(index), x, y[:, : group.width])
+    near = {"rtol": 0, "atol": 1e-4} if dtype == F32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(y.double(), expected, **near)
+    assert torch.equal(y[1], before[1])
+    alone = before[2:3].clone()
+    group.add(AdapterRows([0]), x[2:3], alone[:, : group.width])
+    assert torch.equal(alone[0], y[2])
+    del kept, also
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_bits_are_within_half_a_step(bits: int) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(7, 100) * 1e-5
+    matrix[2, :32] = 0.0
+    found = few_bits(matrix, bits)
+    words = [(found.packed >> i * bits) & (1 << bits) - 1 for i in range(32 // bits)]
+    codes = torch.stack(words, -1).view(7, -1)[:, :100] - (1 << bits - 1)
+    again = codes * found.scales.float().repeat_interleave(32, 1)[:, :100]
+    assert torch.equal(again, found.rounded)
+    step = matrix[:, :96].view(7, 3, 32).abs().amax(-1) / ((1 << bits - 1) - 1)
+    error = (matrix - again)[:, :96].view(7, 3, 32).square().mean(-1).sqrt()
+    assert (error <= 0.5 * step).all()
+    assert torch.equal(again[2, :32], torch.zeros(32))
+    assert torch.allclose(matrix[:, 96:], again[:, 96:], rtol=0.3, atol=2e-6)

@@ -21,7 +21,7 @@ from ballast.kernels.paged_attention import (
     scratch_bytes,
     warm_up,
 )
-from tests.kernels.reference import reference
+from tests.kernels.reference import Example, examples, reference
 
 LAYERS = 2
 
@@ -106,57 +106,35 @@ DTYPES = [
 ]
 """Of queries and output, and of the KV cache."""
 
-sequences = st.lists(
-    st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 70))), min_size=1, max_size=5
-)
-heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (33, 1)])
-
 
 @settings(max_examples=60)
-@given(
-    sequences,
-    heads_of,
-    st.sampled_from([1, 8, 20, 64, 80]),
-    st.sampled_from([1, 5, 16, 48]),
-    st.sampled_from(DTYPES),
-    st.sampled_from([None, None, 1, 7, 40, 1000]),
-    st.sampled_from([None, None, 0.5, 30.0]),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
-def test_equals_softmax_in_float64(
-    ragged: list[tuple[int, int]],
-    heads: tuple[int, int],
-    dim: int,
-    block_tokens: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    window: int | None,
-    softcap: float | None,
-    sunk: bool,
-    seed: int,
-) -> None:
+@given(examples(), st.sampled_from(DTYPES))
+def test_equals_softmax_in_float64(e: Example, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     rows, dtype = dtypes
-    torch.manual_seed(seed)
-    sinks = torch.randn(heads[0]).mul(4).to(dtype) if sunk else None
-    starts, counts = [s for s, _ in ragged], [c for _, c in ragged]
+    window, softcap, sinks = e.layer(dtype)
+    heads, kv_heads = e.heads
     cache = Cache.of(
-        starts, counts, kv_heads=heads[1], dim=dim, block_tokens=block_tokens, dtype=dtype
+        e.starts,
+        e.counts,
+        kv_heads=kv_heads,
+        dim=e.dim,
+        block_tokens=e.block_tokens,
+        dtype=dtype,
     )
-    q, k, v = inputs(sum(counts), heads[0], heads[1], dim, dtype)
+    q, k, v = inputs(sum(e.counts), heads, kv_heads, e.dim, dtype)
     q = q.to(rows)
-    out = attend(cache, heads[0], starts, counts, 1, q, k, v, window, softcap, sinks)
-    row = 0
-    for i, (start, count) in enumerate(ragged):
+    out = attend(cache, heads, e.starts, e.counts, 1, q, k, v, window, softcap, sinks)
+
+    def read(i: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        start, count = e.ragged[i]
         keys, values = cache.read(i, 1, start + count)
-        part = slice(row, row + count)
         assert torch.equal(keys[start:], k[part])
         assert torch.equal(values[start:], v[part])
-        expected = reference(q[part], keys, values, start, dim**-0.5, window, softcap, sinks)
-        tolerance = (
-            {"rtol": 0, "atol": 1e-5} if rows is torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
-        )
-        torch.testing.assert_close(out[part].double(), expected, **tolerance)
-        row += count
+        return keys, values
+
+    exact = rows is torch.float32
+    near = {"rtol": 0, "atol": 1e-5} if exact else {"rtol": 8e-3, "atol": 1e-6}
+    e.compare(out, q, read, sinks, near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,7 @@ from ballast.core.settings import ModelSettings, Slo
 from ballast.fleet.make import make_fleet
 from ballast.isolation.calls import Here
 from ballast.weights import findings
-from ballast.weights.adapter import AdapterSource, Pair, read_pairs
+from ballast.weights.adapter import AdapterParts, AdapterSource, read_parts
 from ballast.weights.checkpoint import read_spec
 from ballast.weights.findings import Findings, RememberingIsolation
 from ballast.weights.manifest import Manifest, ManifestRequest, read_manifest
@@ -139,13 +139,13 @@ def test_pairs_of_an_adapter_are_read_once_for_the_same_files_and_modules(
     random_adapter(model, tmp_path / "lora", seed=1, only=("q_proj",))
     modules = linear_modules(model.config)
     wanted = AdapterSource(tmp_path / "lora", modules)
-    first = isolation.call(read_pairs, wanted, tuple[Pair, ...])
-    assert [pair.module for pair in first] == ["model.layers.0.self_attn.q_proj"]
-    assert isolation.call(read_pairs, wanted, tuple[Pair, ...]) == first
+    first = isolation.call(read_parts, wanted, AdapterParts)
+    assert [pair.module for pair in first.pairs] == ["model.layers.0.self_attn.q_proj"]
+    assert isolation.call(read_parts, wanted, AdapterParts) == first
     assert counting.calls == 1
     assert (
         isolation.call(
-            read_pairs, AdapterSource(tmp_path / "lora", modules | {"x": (1, 1)}), tuple[Pair, ...]
+            read_parts, AdapterSource(tmp_path / "lora", modules | {"x": (1, 1)}), AdapterParts
         )
         == first
     )

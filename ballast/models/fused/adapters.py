@@ -13,7 +13,7 @@ from torch import Tensor
 from ballast.core.job import SequenceWork
 from ballast.core.model import ModelSpec
 from ballast.kernels.linear_code import PANEL
-from ballast.kernels.lora import AdapterRows, LoraGroup, LoraMatrices, LoraTarget, kernels
+from ballast.kernels.lora import AdapterRows, LoraGroup, LoraTarget, kernels
 from ballast.models.adapters import matrices_of, rows_of
 from ballast.weights.host import HostModel
 from ballast.weights.packing import MATRICES, is_part
@@ -95,13 +95,12 @@ def targets_by_role(
         made = []
         blocks = (half, PANEL) if interleaved and role == "gate_up" else (None, 0)
         for i, path in enumerate(paths):
-            entries: Sequence[LoraMatrices | None] | None = found.get(path)
-            if entries is not None:
+            if (matrices := found.get(path)) is not None:
                 n = outputs[role][i] if role in outputs else spec.hidden
                 if len(paths) == 1 and role in outputs:  # stored as one matrix
                     n = sum(outputs[role])
                 column = columns[role][i] if role in columns else 0
-                made.append(LoraTarget(n, tuple(entries), column, *blocks))
+                made.append(matrices.target(n, column, *blocks))
         return made or None
 
     layers = host.segments[1 : 1 + spec.n_layers]

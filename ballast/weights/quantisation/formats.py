@@ -222,6 +222,17 @@ def with_matrices(stored: Mapping[str, Stored], directory: Path) -> dict[str, St
     given = read_quantisation(directory)
     if given is None:
         return dict(stored)
+    found = matrices_in(stored, given)
+    if not any(t.packing for t in found.values()):
+        where = directory / "config.json"
+        reason = f"its weights should be quantised ({given.method:.80}), and none of them is"
+        raise CheckpointError(str(where), None, reason)
+    return found
+
+
+def matrices_in(stored: Mapping[str, Stored], given: Quantisation) -> dict[str, Stored]:
+    """Return tensors with those of matrices of the quantisation `given` replaced by one each, if
+    there are any; scales and the like stay. Raises CheckpointError as `with_matrices`."""
     found: dict[str, Stored] = {}
     for name, tensor in stored.items():
         matrix = _first_match(tensor, stored, given)
@@ -229,10 +240,6 @@ def with_matrices(stored: Mapping[str, Stored], directory: Path) -> dict[str, St
             found.setdefault(name, tensor)
         else:
             found[matrix.name] = matrix
-    if not any(t.packing for t in found.values()):
-        where = directory / "config.json"
-        reason = f"its weights should be quantised ({given.method:.80}), and none of them is"
-        raise CheckpointError(str(where), None, reason)
     return found
 
 
