@@ -29,7 +29,7 @@ all of these: `[tool.importlinter]` in `pyproject.toml` has the levels.
 - `cli_common`: What several subcommands share: loading a fleet, writing JSON.
 - `cli_fleet`: `ballast fleet make`.
 - `cli_place`: `ballast place`.
-- `cli_serve`: `ballast serve`, `doctor`, `ps`, `top` and `drain`.
+- `cli_serve`: `ballast serve`, `doctor`, `ps`, `top`, `drain` and `release`.
 - `cli_simulate`: `ballast simulate`, `plan` and `arrivals`.
 - `cli_story`: `ballast replay` and `compare`.
 - `__main__`: `python -m ballast`.

@@ -73,6 +73,7 @@ for command in (
     cli_serve.ps,
     cli_serve.top,
     cli_serve.drain,
+    cli_serve.release,
     cli_bench.bench,
     cli_simulate.simulate,
     cli_simulate.plan,

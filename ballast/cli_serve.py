@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -321,14 +321,52 @@ def drain(
     """
     from urllib.parse import quote
 
+    wanted = "uncordon" if undo else "drain"
+    document = _ordered(url, key, f"devices/{quote(device, safe='')}/{wanted}")
+    print(f"{device} is {document['status']}")
+
+
+def release(
+    devices: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DEVICE", help="Names, as in the fleet file; default: all."),
+    ] = None,
+    keep: Annotated[
+        str, typer.Option(metavar="SIZE", help="Free memory that each of them keeps, as 512MiB.")
+    ] = "0",
+    url: Url = HERE,
+    key: Key = None,
+) -> None:
+    """Give the memory of free pages back to the machine now; it is taken again when it is needed.
+
+    Exit code 1 if a device did not, with the reason.
+    """
+    from ballast.core.units import format_bytes
+
+    wanted: dict[str, object] = {"keep": keep}
+    if devices:
+        wanted["devices"] = devices
+    document = _ordered(url, key, "memory/release", wanted)
+    for device, n_bytes in document["released"].items():
+        print(f"{device} has given {format_bytes(n_bytes)} back")
+    for device, why in document["refused"].items():
+        print(f"ballast: {device}: {why}", file=sys.stderr)
+    if document["refused"]:
+        raise typer.Exit(1)
+
+
+def _ordered(
+    url: str, key: str | None, path: str, body: dict[str, object] | None = None
+) -> dict[str, Any]:
+    """Give a server an order below `/admin` and return its answer. Says why, and exits, where there
+    is none."""
     import httpx
 
-    wanted = "uncordon" if undo else "drain"
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        path = f"{url.rstrip('/')}/admin/devices/{quote(device, safe='')}/{wanted}"
-        answer = httpx.post(path, headers=headers, timeout=DRAINING)
-        document = answer.json()
+        where = f"{url.rstrip('/')}/admin/{path}"
+        answer = httpx.post(where, json=body, headers=headers, timeout=DRAINING)
+        document: dict[str, Any] = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         print(f"ballast: {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -336,4 +374,4 @@ def drain(
         why = document.get("error", {}).get("message", answer.reason_phrase)
         print(f"ballast: {url}: {why}", file=sys.stderr)
         raise typer.Exit(1)
-    print(f"{device} is {document['status']}")
+    return document

@@ -6,13 +6,14 @@ Nothing here acts: all are frozen data. `why` is the reason that the story recor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ballast.core.fleet_state import Command
+from ballast.core.fleet_state import Command, CommandOutcome
 from ballast.core.levels import ModelLevels, at_levels, level_fields
 from ballast.core.omitted import OMITTED
-from ballast.core.order import ModelOrder
+from ballast.core.order import Fleet, ModelOrder, Order, SendCommand, Steps, refused
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings
 
@@ -262,6 +263,35 @@ class ScrubKv(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseMemory(Command, Order):
+    """Give the memory of free pages but `kept_bytes` back to the machine. No more of them are
+    populated ahead of need, until the next such order or another worker.
+
+    Simulated pages have no memory: a simulation records it.
+    """
+
+    kept_bytes: int = 0
+    why: str = ""
+
+    @property
+    def verb(self) -> str:
+        return "release"
+
+    def refusal(self, fleet: FleetSettings, served: Collection[str]) -> str | None:
+        ranks = fleet.device.tensor_parallel
+        return None if ranks == 1 else f"its {ranks} ranks keep their memory"
+
+    def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
+        if device is None or device not in fleet:
+            return refused(f"no device {device!r}; devices: {', '.join(fleet)}")
+        objection = self.refusal(fleet[device].fleet, fleet[device].specs)
+        if objection is not None:
+            return refused(objection)
+        outcome: CommandOutcome = yield SendCommand(device, self)
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
 class ActivateCommand(ModelOrder):
     """Bring all of a model's weights that the device lacks, as its preset has them there."""
 
@@ -279,7 +309,9 @@ class EvictCommand(ModelOrder):
     """Pages to free, in whole segments, the last layers first; None: those of all segments."""
 
 
-LoopCommand = ActivateCommand | EvictCommand | Change | Join | Leave | Lend | Recall | ScrubKv
+MemoryCommand = Lend | Recall | ReleaseMemory | ScrubKv
+"""Commands about no single model."""
+LoopCommand = ActivateCommand | EvictCommand | Change | Join | Leave | MemoryCommand
 """Commands that operators may give the loop; some of them are also actions of policies."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, MemoryCommand
 from ballast.core.fleet_state import CommandOutcome as CommandOutcome
 from ballast.core.order import ChooseDevices, Fleet, ModelOrder, Step
 from ballast.core.settings import FleetSettings, ModelSettings
@@ -81,5 +81,5 @@ class Remove(ModelOrder):
 
 ModelCommand = Add | Remove | Change | ActivateCommand | EvictCommand
 """Commands about a model."""
-DeviceCommand = ModelCommand | Lend | Recall | ScrubKv
+DeviceCommand = ModelCommand | MemoryCommand
 """Commands to one device."""

@@ -32,6 +32,8 @@ class CommandOutcome:
     """The models that the device serves now, by name."""
     failed: dict[str, str] = field(default_factory=dict)
     """Adapters of an added model that cannot be served, with the reason."""
+    released: int = 0
+    """Bytes that `ReleaseMemory` has given back to the machine."""
 
 
 class Command:

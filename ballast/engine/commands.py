@@ -1,8 +1,8 @@
 """Carry out operators' commands within a device's loop, and report when each has ended.
 
 Used by `Loop` only. Commands are activate, evict, join, leave, change, lend and recall; where
-policies have the same action, `apply` carries it out. A model is loaded into the host tier before,
-by `ballast.live.command_executor`.
+policies have the same action, `apply` carries it out. `ballast.live.command_executor` loads a model
+into the host tier before, and gives memory back to the machine after the command to do so.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ballast.core.actions import (
     Lend,
     LoopCommand,
     Recall,
+    ReleaseMemory,
     ScrubKv,
 )
 from ballast.core.errors import ConfigError
@@ -103,6 +104,8 @@ class CommandHandler:
             return apply(state, wanted, outputs)
         if isinstance(wanted, ScrubKv):
             return self._scrub(wanted)
+        if isinstance(wanted, ReleaseMemory):
+            return None  # done beside the loop: free pages concern none of its models
         if isinstance(wanted, Join):
             return self._join(wanted.model, outputs)
         if isinstance(wanted, Leave) and wanted.at_once and wanted.model not in state.named:
@@ -233,7 +236,7 @@ class CommandHandler:
         state = self._state
         if isinstance(wanted, Recall):
             return not state.lending.awaits(wanted.to), None
-        assert not isinstance(wanted, Lend | ScrubKv)  # which end at once
+        assert not isinstance(wanted, Lend | ReleaseMemory | ScrubKv)  # which end at once
         m = state.models.get(wanted.model)
         if m is None:
             return True, None if isinstance(wanted, Leave) else REMOVED

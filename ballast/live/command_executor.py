@@ -15,13 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ballast.core.actions import Join, Leave, LoopCommand
+from ballast.core.actions import Join, Leave, LoopCommand, ReleaseMemory
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.errors import BallastError, DeviceError
 from ballast.core.event import CommandEvent, Event
 from ballast.core.fleet_state import OPERATOR
 from ballast.core.model import ModelSpec
 from ballast.core.settings import ModelSettings
+from ballast.core.units import ceil_div
 from ballast.engine.build import Hosted, build_newcomer
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
@@ -29,6 +30,7 @@ from ballast.engine.state import DeviceState
 from ballast.live.hosted_models import HostedModels
 from ballast.live.machine import Machine
 from ballast.live.runner import Executor
+from ballast.memory.reserve import PopulatedReserve
 from ballast.weights.checkpoint import THREADS
 from ballast.weights.host import HostModel, HostTier
 
@@ -54,6 +56,7 @@ class OperatedDevice(Protocol):
     state: DeviceState
     loop: Loop
     executors: dict[str, tuple[Executor, ...]]
+    reserve: PopulatedReserve
 
     @property
     def specs(self) -> dict[str, ModelSpec]: ...
@@ -95,6 +98,9 @@ class CommandExecutor:
                     thread.submit(self._work, command, done, by)
                 except RuntimeError:
                     done(CommandOutcome("unavailable", ENDING))
+            case ReleaseMemory():
+                result = self._submit(command, by)
+                result.add_done_callback(lambda a: self._release(command, a.result(), done))
             case _:
                 result = self._submit(command, by)
                 result.add_done_callback(lambda a: done(self._outcome(a.result())))
@@ -202,6 +208,24 @@ class CommandExecutor:
             self._open[id] = result
         self._device.post(CommandEvent(id, operation, by))
         return result
+
+    def _release(self, command: ReleaseMemory, refusal: str | None, done: OnOutcome) -> None:
+        """Have the reserve's thread give memory back, unless the loop has refused it."""
+        if refusal is not None:
+            done(self._outcome(refusal))
+            return
+        page = self._device.state.settings.page_bytes
+
+        def given_back(pages: Future[int]) -> None:
+            if pages.cancelled():
+                done(CommandOutcome("unavailable", ENDING))
+            elif (error := pages.exception()) is not None:
+                done(CommandOutcome("broken", f"{type(error).__name__}: {error}"))
+            else:
+                done(CommandOutcome(specs=self._device.specs, released=pages.result() * page))
+
+        pages = self._device.reserve.release(ceil_div(command.kept_bytes, page))
+        pages.add_done_callback(given_back)
 
     def _outcome(self, refusal: str | None) -> CommandOutcome:
         if refusal is None:

@@ -166,9 +166,9 @@ class LiveDevice:
         )
         keep = device.keep_free
         kept = None if keep is None else ceil_div(keep, device.page_bytes)
-        self._reserve = PopulatedReserve(self.state.pool, kept)
-        self._reserve.start()
-        closing.callback(self._reserve.close)
+        self.reserve = PopulatedReserve(self.state.pool, kept)
+        self.reserve.start()
+        closing.callback(self.reserve.close)
 
     def _start_grammar_compiler(self, closing: ExitStack) -> None:
         """Start the thread that compiles grammars."""
@@ -324,7 +324,7 @@ class LiveDevice:
 
     def populate(self) -> None:
         """Give all free pages physical memory now instead of in the background."""
-        self._reserve.populate_all()
+        self.reserve.populate_all()
 
     def run(self) -> None:
         """Run the loop on the calling thread; returns once drained or stopped. Raises DeviceLost,

@@ -12,6 +12,8 @@ import atexit
 import logging
 import threading
 import time
+from collections import deque
+from concurrent.futures import Future
 
 from ballast.core.actions import Short
 from ballast.core.errors import DeviceError
@@ -42,7 +44,12 @@ class PopulatedReserve:
         """`n_pages` None: all that are free, since the budget is the device's anyway."""
         self._pool = pool
         self._unused_seconds = unused_seconds
-        self._target = pool.total if n_pages is None else n_pages
+        self._target = self._ahead = pool.total if n_pages is None else n_pages
+        """Free pages that keep their memory, and most of those that are populated ahead."""
+        self._releases: deque[tuple[int, Future[int]]] = deque()
+        """What `release` was asked for, and has not been done."""
+        self._lock = threading.Lock()
+        """Held while `_releases` grows, or the reserve closes."""
         self._step = max(1, _STEP_BYTES // pool.vm.page_bytes)
         self._wake = threading.Event()
         self._closing = False
@@ -64,14 +71,32 @@ class PopulatedReserve:
 
     def close(self) -> None:
         """End the thread and wait for it. Pages stay populated."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         if self._thread is None:
             return
         self._pool.on_allocate(None)
         self._wake.set()
         self._thread.join()
         self._thread = None
+        while self._releases:
+            self._releases.popleft()[1].cancel()
         atexit.unregister(self.close)
+
+    def release(self, n_pages: int) -> Future[int]:
+        """Give the memory of free pages but `n_pages` back to the machine, and populate no more of
+        them ahead from then on; from any thread.
+
+        Returns a future of the number of pages that went back. It raises DeviceError, and is
+        cancelled where the reserve does not run any more."""
+        result: Future[int] = Future()
+        with self._lock:
+            if self._closing or self._thread is None:
+                result.cancel()
+            else:
+                self._releases.append((n_pages, result))
+                self._wake.set()
+        return result
 
     def populate_all(self) -> Short | None:
         """Populate every free page now, in the calling thread: for start-up and benchmarks."""
@@ -89,6 +114,7 @@ class PopulatedReserve:
             self._wake.wait(patience)
             self._wake.clear()
             try:
+                self._release()
                 self._fill()
                 if patience is not None:
                     self._drain()
@@ -96,20 +122,39 @@ class PopulatedReserve:
                 # An allocation meets the same error, and its caller can answer a request.
                 log.warning("free pages are not populated ahead of need: %s", error)
 
+    def _release(self) -> None:
+        while not self._closing and self._releases:
+            n_pages, result = self._releases.popleft()
+            self._ahead = min(n_pages, self._target)
+            try:
+                result.set_result(self._discard(self._pool.populated - n_pages))
+            except DeviceError as error:
+                result.set_exception(error)
+
+    def _discard(self, n: int) -> int:
+        """Give the memory of `n` free pages back, step by step; returns how many there were."""
+        left = n
+        while not self._closing and left > 0:
+            done = self._pool.discard_some(min(self._step, left))
+            if done == 0:
+                break
+            left -= done
+        return n - left
+
     def _drain(self) -> None:
         """Give back what has been more than enough for `unused_seconds`."""
         now = time.monotonic()
         spare = max(0, self._pool.populated - self._target)
         if now - self._since >= self._unused_seconds:
-            left = min(spare, self._least_spare)
-            while not self._closing and left > 0:
-                left -= self._pool.discard_some(min(self._step, left)) or left
+            self._discard(min(spare, self._least_spare))
             spare = max(0, self._pool.populated - self._target)
             self._since, self._least_spare = now, spare
         self._least_spare = min(self._least_spare, spare)
 
     def _fill(self) -> None:
-        while not self._closing and (missing := self._target - self._pool.populated) > 0:
+        while not self._closing and (missing := self._ahead - self._pool.populated) > 0:
+            if self._releases:
+                return  # which come first, and have set `_wake`
             done = self._pool.populate_some(min(self._step, missing))
             self.short = done if isinstance(done, Short) else None
             if self.short or done == 0:

@@ -376,6 +376,7 @@ _OPERATIONS: dict[str, type[actions.LoopCommand]] = {
         actions.Leave,
         actions.Lend,
         actions.Recall,
+        actions.ReleaseMemory,
         actions.ScrubKv,
     )
 }

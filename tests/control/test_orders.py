@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ballast.control.migration_events import DeviceLostEvent, LookEvent
 from ballast.control.orders import POLL_SECONDS
-from ballast.core.actions import ActivateCommand, EvictCommand
+from ballast.core.actions import ActivateCommand, EvictCommand, ReleaseMemory
 from ballast.core.command import Add, Remove
 from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
 from ballast.core.fleet_orders import Drain, DrainHost, Migrate, Uncordon
@@ -231,3 +232,21 @@ def test_requests_are_moved_by_operators_and_policies_alike() -> None:
     assert of.did == [moved, moved]
     assert {done.refused for done in of.actions} == {None, "a is not on 'z'"}
     assert [outcome(of, n)[1] for n in (0, 1)] == ["", "a is not on 'z'"]
+
+
+def test_memory_is_given_back_on_the_device_that_is_named() -> None:
+    of = fleet()
+    release = ReleaseMemory(1024, "by an operator")
+    of.give(1, release, "y")
+    assert of.did == [SendCommand("y", release)]
+    assert of.ended[1] == DONE
+    assert of.fleet["y"].ordered_by == ["operator"]
+    of.give(2, release, "w")
+    assert of.ended[2].reason == "no device 'w'; devices: x, y, z"
+    device = of.fleet["z"].fleet.device
+    of.fleet["z"].fleet = replace(of.fleet["z"].fleet, device=replace(device, tensor_parallel=2))
+    of.give(3, release, "z")
+    assert of.ended[3].reason == "its 2 ranks keep their memory"
+    of.fleet["x"].down = "it starts"
+    of.give(4, release, "x")
+    assert (of.ended[4].code, of.ended[4].reason) == ("unavailable", "it starts")

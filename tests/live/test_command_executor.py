@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.actions import ActivateCommand, Change, EvictCommand, Leave
-from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, Leave, ReleaseMemory
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.event import FailedOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
@@ -60,12 +60,12 @@ def asked(model: str, tokens: int = 30, id: str | None = None) -> Submission:
     )
 
 
-def ordered(server: InProcess, order: ModelCommand) -> CommandOutcome:
+def ordered(server: InProcess, order: DeviceCommand) -> CommandOutcome:
     """Order and wait for the end."""
     return ordering(server, order)()
 
 
-def ordering(server: InProcess, order: ModelCommand) -> Callable[[], CommandOutcome]:
+def ordering(server: InProcess, order: DeviceCommand) -> Callable[[], CommandOutcome]:
     """Order; what is returned waits for the end."""
     ended = threading.Event()
     outcomes: list[CommandOutcome] = []
@@ -305,3 +305,27 @@ def test_orders_after_the_end_are_refused(paths: dict[str, Path]) -> None:
         pass
     for order in (EvictCommand("base"), Add(settings(paths, "other")), Remove("base", 0.0)):
         assert ordered(server, order).code == "unavailable"
+
+
+def test_memory_goes_back_to_the_machine_and_is_taken_again(
+    paths: dict[str, Path], alone: Callable[[str], list[int]]
+) -> None:
+    with InProcess(fleet(paths, "base")) as server:
+        server.generate([asked("base", 5, id="first")])
+        device, pool = server.device, server.device.state.pool
+        device.populate()
+        before = device.vm.physical_bytes()
+        outcome = ordered(server, ReleaseMemory(256 * KiB, "by an operator"))
+        assert (outcome.code, list(outcome.specs)) == (None, ["base"])
+        assert outcome.released == before - device.vm.physical_bytes() > 0
+        assert pool.populated == 4
+        (told,) = (d for d in device.decisions() if d["action"] == "ReleaseMemory")
+        assert (told["kept_bytes"], told["by"]) == (256 * KiB, "operator")
+        # Its weights come, and its KV grows, in pages without memory.
+        assert ordered(server, EvictCommand("base")).code is None
+        assert ordered(server, ReleaseMemory()).released > 0
+        assert server.generate([asked("base", 200)])["base"].tokens == alone("base")
+        validate(server)
+        after = device.vm.physical_bytes()
+    assert after < before
+    assert ordered(server, ReleaseMemory()).code == "unavailable"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -167,6 +168,76 @@ def test_what_a_burst_needs_again_soon_keeps_its_memory(memfd: MemfdVm) -> None:
     pool.give_back("a", pages)
     reserve._drain()
     assert pool.populated == 32
+
+
+def test_an_order_gives_memory_back_and_none_is_populated_ahead(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    reserve = PopulatedReserve(pool)
+    assert reserve.release(0).cancelled(), "its thread has not been started"
+    reserve.populate_all()
+    reserve.start()
+    assert reserve.release(8).result(240) == 24
+    assert memfd.physical_bytes() == 8 * PAGE
+    pages = pool.allocate("a", 20)
+    assert isinstance(pages, tuple), "it is taken again when needed"
+    assert reserve.release(0).result(240) <= 8, "no more were populated ahead"
+    assert (pool.free, pool.populated) == (12, 0)
+    assert memfd.physical_bytes() == 20 * PAGE
+    pool.give_back("a", pages)
+    pool.validate()
+    assert reserve.release(32).result(240) == 0
+    reserve.close()
+    assert pool.populated >= 20
+    assert reserve.release(0).cancelled()
+    pool.validate()
+
+
+def test_an_order_waits_neither_for_a_long_fill_nor_after_the_end(memfd: MemfdVm) -> None:
+    pool = Pool(memfd, 32)
+    real, filling, go_on = pool.populate_some, threading.Event(), threading.Event()
+
+    def held(n: int) -> int | Short:
+        filling.set()
+        assert go_on.wait(240)
+        return real(1)
+
+    pool.populate_some = held  # type: ignore[method-assign]
+    reserve = PopulatedReserve(pool)
+    reserve.start()
+    assert filling.wait(240)
+    first = reserve.release(0)
+    go_on.set()
+    assert first.result(240) == 1, "one step had begun"
+    filling.clear()
+    go_on.clear()
+    assert reserve.release(32).result(240) == 0
+    assert filling.wait(240)
+    left = reserve.release(0)
+    ending = threading.Thread(target=reserve.close)
+    ending.start()
+    while not reserve._closing:
+        time.sleep(0.001)
+    go_on.set()
+    ending.join(240)
+    assert left.cancelled()
+    pool.validate()
+
+
+def test_an_order_that_fails_says_so(memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(memfd, 8)
+
+    def fail(pages: object) -> None:
+        raise DeviceError("fallocate(PUNCH_HOLE)", "no")
+
+    monkeypatch.setattr(memfd, "discard", fail)
+    reserve = PopulatedReserve(pool)
+    reserve.populate_all()
+    reserve.start()
+    with pytest.raises(DeviceError):
+        reserve.release(0).result(240)
+    assert reserve.release(8).result(240) == 0, "its thread goes on"
+    reserve.close()
+    pool.validate()
 
 
 def test_pages_that_cannot_be_given_back_stay_populated(

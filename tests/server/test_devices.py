@@ -15,6 +15,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ballast.cli import app
+from ballast.core.units import MiB
+from benchmarks.memory_back import device_bytes
 from tests.server.process import ServerProcess, server, until
 from tests.server.test_crash import KINDS, MODELS, Stream, streamed_amid
 
@@ -213,3 +215,47 @@ def test_the_command_drains_a_device_and_says_why_not(two: ServerProcess) -> Non
         app, ["drain", "cpu:1", "--url", two.base, "--key", "sk-wrong-of-the-tests"]
     )
     assert refused.exit_code == 1
+
+
+def test_free_memory_goes_back_to_the_machine_at_an_order(two: ServerProcess) -> None:
+    def state() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = two.http.get("/admin/state", headers=ADMIN).json()["devices"]
+        return found
+
+    def filled() -> bool:
+        """Whether all free pages have memory; a model that has none takes none meanwhile."""
+        return device_bytes(two.pid) >= sum(d["free"] * d["page_bytes"] for d in state())
+
+    def release(**body: object) -> Any:
+        answer = two.http.post("/admin/memory/release", headers=ADMIN, json=body)
+        return answer.status_code, answer.json()
+
+    def back(*options: str) -> Result:
+        given = ["--url", two.base, "--key", "sk-admin-of-the-tests"]
+        return CliRunner().invoke(app, ["release", *options, *given])
+
+    expected = asyncio.run(tokens_of(two, kill=False))
+    until(filled)
+    before = device_bytes(two.pid)
+    status, found = release(devices=["cpu:1"], keep="1MiB")
+    assert (status, found["refused"], list(found["released"])) == (200, {}, ["cpu:1"])
+    assert 0 < found["released"]["cpu:1"] <= 31 * MiB
+    assert device_bytes(two.pid) < before
+    status, found = release()
+    assert (status, sorted(found["released"])) == (200, ["cpu:0", "cpu:1"])
+    owned = sum(sum(d["owners"].values()) * d["page_bytes"] for d in state())
+    assert device_bytes(two.pid) <= owned, "only what is in use has memory"
+    told = two.http.get("/admin/story?last=1000", headers=ADMIN).json()["decisions"]
+    orders = [d for d in told if d["action"] == "ReleaseMemory"]
+    assert [d["kept_bytes"] for d in orders] == [MiB, 0, 0]
+    assert asyncio.run(tokens_of(two, kill=False)) == expected
+
+    assert release(devices=["cpu:9"])[1]["error"]["param"] == "devices"
+    for wrong in ({"keep": -1}, {"devices": []}, {"device": "cpu:0"}):
+        assert release(**wrong)[0] == 400
+    assert two.http.post("/admin/memory/release").status_code == 401
+    assert "cpu:0 has given " in back("cpu:0", "--keep", "32MiB").output
+    assert "there is no device 'cpu:9'" in back("cpu:9").output
+    assert back("cpu:9").exit_code == 1
+    assert release(keep="32MiB") == (200, {"released": {"cpu:0": 0, "cpu:1": 0}, "refused": {}})
+    until(filled)

@@ -269,6 +269,7 @@ def test_ten_thousand_odd_requests_are_answered_and_none_hurts(own: ServerProces
         "POST /admin/models": {"name": "scratch", "path": MODELS[0], "pinned": False},
         f"PATCH /admin/models/{MODELS[1]}": LEVELS,
         "PATCH /admin/kv": {"host": "1MiB"},
+        "POST /admin/memory/release": {"devices": ["cpu:0"], "keep": "1MiB"},
         "POST /v1/load_lora_adapter": {"lora_name": "lora", "lora_path": "/none"},
         "POST /v1/unload_lora_adapter": {"lora_name": "lora"},
         "POST /admin/devices/cpu:0/lend": {"to": "cpu:1", "memory": "1MiB"},

@@ -11,8 +11,8 @@ import pytest
 
 from ballast.bench.inprocess import InProcess
 from ballast.bench.story_report import report_story
-from ballast.core.actions import ActivateCommand, Change, EvictCommand, Short
-from ballast.core.command import Add, CommandOutcome, ModelCommand, Remove
+from ballast.core.actions import ActivateCommand, Change, EvictCommand, ReleaseMemory, Short
+from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.event import Output, TokenOutput
 from ballast.core.request import Sampling, Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Slo
@@ -137,7 +137,7 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
     settings = fleet(paths, "balloon", path, 200)
     fewer = replace(settings, models=tuple(model(paths, name) for name in ("base", "other")))
 
-    def order(wanted: ModelCommand) -> CommandOutcome:
+    def order(wanted: DeviceCommand) -> CommandOutcome:
         outcome = ordered(server, wanted)
         assert outcome.code is None, outcome
         return outcome
@@ -161,6 +161,7 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
         )
         order(change)
         server.wait()
+        order(ReleaseMemory())
         order(ActivateCommand("other"))
         assert ordered(server, EvictCommand("base")).code == "refused"
         order(Remove("other", 10.0))
@@ -172,7 +173,7 @@ def test_what_operators_do_replays_too(paths: dict[str, Path], tmp_path: Path) -
     assert found.stray is None
     done = Counter(e["action"] for e in life.entries if e.get("by") == "operator")
     assert done["Join"] == 2
-    assert done["Leave"] == done["Change"] == 1
+    assert done["Leave"] == done["Change"] == done["ReleaseMemory"] == 1
 
 
 def test_memory_that_the_machine_did_not_have_cannot_be_replayed(

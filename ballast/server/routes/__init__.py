@@ -11,6 +11,7 @@
 - `live`: `/admin/live`, the state as a stream of events.
 - `ollama`: Routes of Ollama's API.
 - `kv`: `/admin/kv`, the host's KV tiers.
+- `memory`: `/admin/memory/release`, which gives free memory back to the machine.
 - `openapi_document`: Adds schemas of responses to `/openapi.json`.
 - `page`: The page at `/`.
 - `simulations`: Routes that simulate and plan for the fleet, and play its story.

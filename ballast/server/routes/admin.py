@@ -24,6 +24,7 @@ from ballast.server.admin.simulations import Simulations
 from ballast.server.http.faults import Fault
 from ballast.server.http.json_response import answered
 from ballast.server.routes.kv import add_kv_routes
+from ballast.server.routes.memory import add_memory_routes
 from ballast.server.routes.simulations import add_simulation_routes
 from ballast.server.routes.state import decisions, models_now
 from ballast.server.service import Service
@@ -81,6 +82,7 @@ def add_admin_routes(
     _add_placement_routes(app, service, admin)
     _add_device_routes(app, admin)
     add_kv_routes(app, service, CHECKED)
+    add_memory_routes(app, service, admin, CHECKED)
     _add_story_route(app, service)
     add_simulation_routes(app, simulations, CHECKED)
 

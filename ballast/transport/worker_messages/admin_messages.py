@@ -5,7 +5,15 @@ Sent by `PendingCommands` in the server, answered by `Worker`.
 
 from __future__ import annotations
 
-from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
+from ballast.core.actions import (
+    ActivateCommand,
+    Change,
+    EvictCommand,
+    Lend,
+    Recall,
+    ReleaseMemory,
+    ScrubKv,
+)
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.fleet_state import OPERATOR, Command
 from ballast.transport.decoding import MalformedMessage
@@ -27,6 +35,7 @@ class CommandMsg(WorkerMessage, frozen=True):
     lend: Lend | None = None
     recall: Recall | None = None
     scrub: ScrubKv | None = None
+    release: ReleaseMemory | None = None
     by: str = OPERATOR
     """Who ordered it."""
 
@@ -39,7 +48,7 @@ class CommandMsg(WorkerMessage, frozen=True):
     def order(self) -> DeviceCommand:
         """The command. Raises MalformedMessage unless there is exactly one."""
         orders = (self.add, self.remove, self.change, self.activate, self.evict)
-        fields = (*orders, self.lend, self.recall, self.scrub)
+        fields = (*orders, self.lend, self.recall, self.scrub, self.release)
         given = [order for order in fields if order is not None]
         if len(given) != 1:
             raise MalformedMessage(f"a command with {len(given)} orders")
@@ -55,6 +64,7 @@ _FIELDS: dict[type[Command], str] = {
     Lend: "lend",
     Recall: "recall",
     ScrubKv: "scrub",
+    ReleaseMemory: "release",
 }
 
 

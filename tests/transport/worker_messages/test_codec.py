@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballast.core.actions import ActivateCommand, Change, EvictCommand, Lend, Recall, ScrubKv
+from ballast.core.actions import (
+    ActivateCommand,
+    Change,
+    EvictCommand,
+    Lend,
+    Recall,
+    ReleaseMemory,
+    ScrubKv,
+)
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
 from ballast.core.cost import Traffic
 from ballast.core.event import CancelledOutput, FailedOutput, FinishedOutput, TokenOutput
@@ -191,13 +199,14 @@ CHANGE = Change(model="a", slo=Slo(), priority=1, max_waiting=5, queue_seconds=2
         Lend("cpu:1", 3),
         Recall("cpu:1", None, 2.5),
         ScrubKv("m", "key"),
+        ReleaseMemory(1024),
     ],
 )
 def test_orders_and_what_came_of_them_arrive_as_sent(order: DeviceCommand) -> None:
     arrived = decode_to_worker(encode(CommandMsg.of(7, order)))
     assert isinstance(arrived, CommandMsg)
     assert (arrived.id, arrived.order) == (7, order)
-    done = CommandDoneMsg(7, CommandOutcome("refused", "why", {"a": spec("a")}, {"b": "c"}))
+    done = CommandDoneMsg(7, CommandOutcome("refused", "why", {"a": spec("a")}, {"b": "c"}, 8))
     assert decode_to_server(encode(done)) == done
 
 
