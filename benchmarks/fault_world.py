@@ -83,8 +83,9 @@ BLOCK = 4
 REPORT_SECONDS = 0.1
 SILENT_SECONDS = 20.0
 """Time after which a worker that says nothing is killed, as by the server's `silent_seconds`."""
-HORIZON = 300.0
-"""Virtual seconds after which a request that is still open counts as lost."""
+HORIZON = 1500.0
+"""Virtual seconds after which a request that is still open counts as lost: all of a world's, if
+each is a suspect and runs alone, take less than 900."""
 
 
 def next_token(model: str, tokens: Sequence[int]) -> int:

@@ -74,7 +74,9 @@ class DeviceOrders(OrderDriver[D], DeviceObserver[D], Generic[D, S]):
     def move_requests(self, step: MoveRequests, ended: Callable[[int], object]) -> None:
         self._migrations.move_requests(step, ended)
 
-    def hand_over(self, device: str) -> int:
+    def hand_over(self, device: str, model: str | None) -> int:
+        if model is not None:
+            return self._router.hand_over_unsent(self._devices[device], model)
         return self._router.hand_over(self._devices[device])
 
     def order_lease(

@@ -92,7 +92,7 @@ class OrderDriver(ABC, Generic[D]):
         """Do the step; `ended` is called with its answer."""
 
     @abstractmethod
-    def hand_over(self, device: str) -> int:
+    def hand_over(self, device: str, model: str | None) -> int:
         """Do the step `HandOver`; returns its answer."""
 
     @abstractmethod
@@ -148,8 +148,8 @@ class OrderDriver(ABC, Generic[D]):
                 self.choose_devices(settings, answered)
             case MoveRequests():
                 self.move_requests(instruction.step, answered)
-            case HandOver(device):
-                answered(self.hand_over(device))
+            case HandOver(device, model):
+                answered(self.hand_over(device, model))
             case OrderLease(lender, command):
                 assert isinstance(command, Lend | Recall), "nothing else is about pages"
                 self.order_lease(lender, command, answered, instruction.by_operator)

@@ -116,6 +116,26 @@ class RequestRouter(DeviceObserver[D], Generic[D, S]):
                 moved += 1
         return moved
 
+    def hand_over_unsent(self, device: D, model: str) -> int:
+        """Move the requests of a model that leaves a device, and that its worker has not got, to
+        others, also suspects: the worker takes them no more. Returns how many moved."""
+        base = device.specs.get(model)
+        if base is None:
+            return 0
+        able = [d for d in self._devices.values() if d is not device and d.lost is None]
+        takers = [d for d in able if d.takes(model)]
+        serving = [d for d in takers if d.down is None] or takers
+        opened = (device.requests.get(i) for i in device.requests if serving)
+        names = {served.name for served in base.served}
+        unsent = [
+            r.submission.id
+            for r in opened
+            if r is not None and not r.sent and r.submission.model in names
+        ]
+        for request in device.requests.remove(unsent):
+            self.choose(request.submission, serving).requests.add([request])
+        return len(unsent)
+
     def worker_died(self, device: D, in_flight: Collection[str]) -> None:
         """Move the requests of a dead worker to other devices that serve their models, except those
         that may have caused its death."""

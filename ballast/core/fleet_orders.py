@@ -325,6 +325,7 @@ def _remove(
     """Remove a model from a device that it is leaving; it stays if that is refused."""
     if move:
         yield MoveRequests(device, model)
+        yield HandOver(device, model)
     outcome: CommandOutcome = yield SendCommand(device, Remove(model, seconds))
     if outcome.code is not None:
         fleet[device].leaving.discard(model)

@@ -56,6 +56,8 @@ class HandOver:
     """Send the open requests of a device elsewhere without their KV; the answer: how many."""
 
     device: str
+    model: str | None = None
+    """The model that leaves it, of which those go that its worker has not got; None: all go."""
 
 
 @dataclass(frozen=True, slots=True)

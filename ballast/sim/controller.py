@@ -215,8 +215,10 @@ class SimController(OrderDriver[SimFleetDevice]):
                 return
         ended(0)
 
-    def hand_over(self, device: str) -> int:
+    def hand_over(self, device: str, model: str | None) -> int:
         here, moved = self._fleet[device], 0
+        if model is not None:
+            return moved  # devices have got all of their requests
         for base in here.specs.values():
             others = [d.name for d in self._fleet.others(here, base.name)]
             for submission in here.device.take_back(self._now, base) if others else ():

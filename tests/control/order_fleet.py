@@ -129,7 +129,7 @@ class OrderFleet(OrderDriver[OrderDevice]):
     def move_requests(self, step: MoveRequests, ended: Callable[[int], object]) -> None:
         ended(0)
 
-    def hand_over(self, device: str) -> int:
+    def hand_over(self, device: str, model: str | None) -> int:
         return 0
 
     def order_lease(
