@@ -147,6 +147,9 @@ class Devices(Protocol):
     def others(self, device: str, model: str) -> Sequence[str]:
         """Return the other devices to which requests of a model can be sent."""
 
+    def leaves(self, device: str, model: str) -> bool:
+        """Return whether a model leaves a device, or has left: its worker takes no requests."""
+
     def running(self, device: str, model: str) -> Sequence[str]:
         """Return the ids of a model's requests that a device runs."""
 

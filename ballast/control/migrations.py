@@ -348,12 +348,12 @@ class Migrations:
         self._end(request_id, migration, left=goes_to != source)
 
     def _destination(self, source: str, target: str, submission: Submission) -> str:
-        """Return where a request goes on that has departed: at its target unless that has died, or
-        the model leaves it by now; then at its source, if the model does not leave that too."""
+        """Return where a departed request goes on: at its target, else its source, else a third
+        device. If none serves and its model leaves the source, it waits for the target's worker."""
         model = self._devices.base_of(source, submission.model) or submission.model
         others = [d for d in self._devices.others(source, model) if self._devices.is_up(d)]
-        if not others or target in others:
-            return target if others else source
+        if target in others or not others:
+            return target if others or self._devices.leaves(source, model) else source
         stays = source in self._devices.others(target, model)
         return source if stays else self._devices.choose(submission, others)
 

@@ -104,6 +104,10 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
     def others(self, device: str, model: str) -> Sequence[str]:
         return [d.name for d in self._devices.others(self._devices[device], model)]
 
+    def leaves(self, device: str, model: str) -> bool:
+        here = self._devices[device]
+        return model in here.leaving or model not in here.specs
+
     def running(self, device: str, model: str) -> Sequence[str]:
         base = self._devices[device].specs.get(model)
         return [] if base is None else self._devices[device].requests.running(base)

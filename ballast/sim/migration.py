@@ -146,6 +146,9 @@ class SimMigrations:
     def others(self, device: str, model: str) -> Sequence[str]:
         return [d for d in self._homes(model) if d != device and d in self._devices]
 
+    def leaves(self, device: str, model: str) -> bool:
+        return model not in self._devices[device].state.named
+
     def running(self, device: str, model: str) -> Sequence[str]:
         m = self._devices[device].state.models.get(model)
         return [] if m is None else [request.id for request in m.running]

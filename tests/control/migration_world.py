@@ -118,6 +118,9 @@ class World:
     def others(self, device: str, model: str) -> Sequence[str]:
         return [name for name in self.workers if name != device and name not in self.down]
 
+    def leaves(self, device: str, model: str) -> bool:
+        return False
+
     def running(self, device: str, model: str) -> Sequence[str]:
         return [i for i, r in self.requests.items() if r.device == device and not r.ended]
 

@@ -40,12 +40,12 @@ def test_a_seed_replays() -> None:
     assert [c.tokens for c in one.clients] == [c.tokens for c in two.clients]
 
 
-@pytest.mark.parametrize("seed", [811, 908, 1209, 1627])
+@pytest.mark.parametrize("seed", [811, 908, 1209, 1627, 4447])
 def test_what_a_longer_run_once_found_stays_mended(seed: int) -> None:
     """A request went to a device without a worker though one with a worker only held it back; a
     worker that had died answered a command over its successor's connection; a request that was held
     back was sent to a worker that served its model no more; ten suspects took longer than a world
-    lasted."""
+    lasted; a request that had departed came back to a device that its model was leaving."""
     world = world_of(seed)
     world.run()
     assert not any(getattr(world, key) for key in WRONG)
