@@ -187,7 +187,7 @@ def test_a_reload_while_the_server_starts_does_not_end_it(
             reloaded |= "the fleet file was read" in line
             if serves and reloaded:
                 break
-        assert reloaded, output
+        assert reloaded, "".join(output)
         starting.terminate()
         output += starting.stdout
-        assert starting.wait(240) == 0, output
+        assert starting.wait(240) == 0, "".join(output)

@@ -90,14 +90,15 @@ class Gate:
         caller = context_of(scope).caller
         send = self._with_quota_headers(caller, send)
         try:
-            with self._admitted(caller):
-                await self._bounded(scope, receive, send)
+            with self._admitted(caller) as end:
+                await self._bounded(scope, receive, _ending(send, end))
         except Fault as fault:  # raised by this gate: routes answer their own
             await _send_away(fault, scope, receive, send)
 
     @contextlib.contextmanager
-    def _admitted(self, caller: Caller) -> Iterator[None]:
-        """Count a generating request while it is open. Raises Fault where a limit is reached."""
+    def _admitted(self, caller: Caller) -> Iterator[Callable[[], None]]:
+        """Count a generating request while it is open; yields what frees its key's place sooner.
+        Raises Fault where a limit is reached."""
         if self.draining:
             why = "the server is draining; it takes no new requests"
             raise Fault(503, why, "unavailable")
@@ -105,11 +106,11 @@ class Gate:
             raise Fault(429, f"{self.open} requests are open, {self._share_of_all}", "overloaded")
         if self.crowded():
             raise Fault(429, "more connections are open than there may be", "overloaded")
-        with self._quotas.request(caller.key):
+        with self._quotas.request(caller.key) as end:
             self._open.hold(caller.name, 1)
             self.idle.clear()
             try:
-                yield
+                yield end
             finally:
                 self._open.hold(caller.name, -1)
                 if self.open == 0:
@@ -214,6 +215,17 @@ def generates(scope: Scope) -> bool:
     """Whether a request makes models or tokenizers work: every POST outside `/admin`."""
     path = pattern_of(scope)
     return scope["method"] == "POST" and path != "/admin" and not path.startswith("/admin/")
+
+
+def _ending(send: Send, end: Callable[[], None]) -> Send:
+    """Wrap `send` to call `end` before a response's last part is sent."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            end()
+        await send(message)
+
+    return sending
 
 
 def _check_encoding(scope: Scope) -> None:

@@ -5,7 +5,7 @@ Used by `gate` (requests), `Service` (prompt tokens) and `meter` (output tokens)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ballast.core.clock import Clock
@@ -26,11 +26,12 @@ class KeyQuotas:
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
 
     @contextmanager
-    def request(self, key: KeySettings | None) -> Iterator[None]:
-        """Count one request, which is open in the `with` block. Raises Fault (429) where it exceeds
-        the quota."""
+    def request(self, key: KeySettings | None) -> Iterator[Callable[[], None]]:
+        """Count one request, which is open in the `with` block, or until what it yields is called:
+        before the end of its answer is sent, since a client may ask again as soon as it has that.
+        Raises Fault (429) where it exceeds the quota."""
         if key is None:
-            yield
+            yield lambda: None
             return
         already = self._open.get(key.name, 0)
         if key.concurrent is not None and already >= key.concurrent:
@@ -38,10 +39,18 @@ class KeyQuotas:
             raise _exceeded(f"{what}, the most it may have", OPEN_RETRY_SECONDS)
         self._spend(key, "requests", 1)
         self._open[key.name] = already + 1
+        is_open = True
+
+        def end() -> None:
+            nonlocal is_open
+            if is_open:
+                is_open = False
+                self._open[key.name] -= 1
+
         try:
-            yield
+            yield end
         finally:
-            self._open[key.name] -= 1
+            end()
 
     def prompt(self, key: KeySettings | None, tokens: int) -> None:
         """Charge a prompt's tokens before it is computed. Raises Fault (429) where they exceed the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -56,8 +57,10 @@ class Behind:
         path: str = "/v1/completions",
         method: str | None = None,
         key: KeySettings | None = None,
+        then: Callable[[], Awaitable[object]] | None = None,
     ) -> list[Message]:
-        """What is sent to a client that says this, and then nothing more."""
+        """What is sent to a client that says this, and then nothing more; at the end of the answer
+        it does what `then` does."""
         to_say, sent = list(said), list[Message]()
 
         async def receive() -> Message:
@@ -67,6 +70,8 @@ class Behind:
 
         async def send(message: Message) -> None:
             sent.append(message)
+            if then is not None and message["type"] == "http.response.body":
+                await then()
 
         method = method or ("POST" if path.startswith("/v1") else "GET")
         scope = {"type": "http", "method": method, "path": path, "headers": []}
@@ -80,6 +85,25 @@ def error(sent: list[Message]) -> tuple[int, str, dict[bytes, bytes]]:
     body = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
     assert not sent[-1].get("more_body")
     return sent[0]["status"], json.loads(body)["error"]["code"], dict(sent[0]["headers"])
+
+
+def test_a_key_asks_again_as_soon_as_it_has_the_end_of_an_answer() -> None:
+    """As a client does with a key of one request at a time, while the server still ends the first
+    one."""
+
+    async def scenario() -> None:
+        key = KeySettings(name="k", key="s" * 16, concurrent=1)
+        behind, again = Behind(), list[Message]()
+        behind.may_answer.set()
+
+        async def ask_again() -> None:
+            again.extend(await behind.ask(WHOLE, key=key))
+
+        first = await behind.ask(WHOLE, key=key, then=ask_again)
+        assert [sent[0]["status"] for sent in (first, again)] == [200, 200]
+        assert behind.gate.open == 0
+
+    asyncio.run(scenario())
 
 
 def test_a_body_that_does_not_end_is_not_waited_for() -> None:
