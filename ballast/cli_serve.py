@@ -147,11 +147,11 @@ def serve(
     with lines_to(lambda line: log.info("%s", line)) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
+        hosts_http = _hosts_http(hosts_http, reading.fleet)  # whatever is read again: `adjust`
         cluster = _ray_of(ray, hosts_http, reading.fleet)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
-        # After the file has been judged: this takes seconds.
-        from ballast.server.serve import serve as run
+        from ballast.server.serve import serve as run  # takes seconds: the file is judged before
 
         code = run(
             source,

@@ -35,6 +35,8 @@ HEAD_SECONDS, HEAD_BYTES = 5.0, 64 << 10
 """Bounds of the head of a request that is refused."""
 LINGER_SECONDS = 1.0
 """Time for a refused client to stop sending; one whose bytes nobody reads may miss its answer."""
+LOOK_SECONDS = 1.0
+"""Interval of looks for what a client has read that reads slowly."""
 
 _WHY = "the server of this fleet is away; retry later"
 _BODY = json.dumps(
@@ -146,6 +148,7 @@ class RelayedClient(asyncio.Protocol):
         self._waiting = 0
         """Bytes that came from the server and may wait here."""
         self._full = False
+        self._looking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -177,15 +180,31 @@ class RelayedClient(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._full = True
+        self._look_again()
 
     def resume_writing(self) -> None:
-        self._full = False
+        self._look_no_more()
         self._report()
 
+    def _look_again(self) -> None:
+        """Report what a slow client has read meanwhile: the server judges clients by it."""
+        if self._full:
+            self._report()
+            loop = asyncio.get_running_loop()
+            self._looking = loop.call_later(LOOK_SECONDS, self._look_again)
+
+    def _look_no_more(self) -> None:
+        self._full = False
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
     def _report(self) -> None:
-        if not self._full and self._waiting:
-            self._relay.send(BytesTakenMsg(self._id, self._waiting))
-            self._waiting = 0
+        assert self._transport is not None
+        left = self._transport.get_write_buffer_size() if self._full else 0
+        if (taken := self._waiting - left) > 0:
+            self._relay.send(BytesTakenMsg(self._id, taken))
+            self._waiting = left
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the connection, once all has been sent or `at_once`."""
@@ -196,6 +215,7 @@ class RelayedClient(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._look_no_more()
         self._relay.left(self._id)
 
 

@@ -6,6 +6,7 @@ it by its name.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -70,7 +71,8 @@ class RayRelays:
         where it cannot listen, and errors of Ray."""
         name = f"http-relay-{port}-{node}"
         if anew:
-            ray.kill(ray.get_actor(name), no_restart=True)
+            with contextlib.suppress(ValueError):  # it has gone by itself
+                ray.kill(ray.get_actor(name), no_restart=True)
         made = ray.remote(RelayActor).options(
             name=name,
             lifetime="detached",

@@ -14,6 +14,7 @@ from typing import Any
 from ballast import __version__
 from ballast.core.errors import BallastError, Unavailable
 from ballast.transport.curve import CurveServer
+from ballast.transport.decoding import MalformedMessage
 from ballast.transport.relay_messages import (
     WINDOW_BYTES,
     BytesTakenMsg,
@@ -31,6 +32,9 @@ from ballast.transport.sockets import LoopSocket
 
 log = logging.getLogger(__name__)
 
+TURN_MESSAGES = 64
+"""Messages of a relay after which all else on the event loop has its turn: clients may send faster
+than their bytes are read."""
 PIECE_BYTES = 64 << 10
 """Most bytes of a message: those of other clients go between two."""
 
@@ -75,6 +79,8 @@ class RelayConnection:
                         self._handle(self._socket.take())
         except TimeoutError:
             pass
+        except MalformedMessage as error:
+            raise OtherVersion(f"it cannot be understood: {error}") from None
         if self.hello is None:
             raise Unavailable(f"it did not connect within {seconds:g} s")
         if self.hello.version != __version__:
@@ -85,9 +91,13 @@ class RelayConnection:
         Raises Unavailable if its messages cannot be understood."""
         try:
             while not self._socket.lost:
-                while self._socket.has_message:
+                for _ in range(TURN_MESSAGES):
+                    if not self._socket.has_message:
+                        break
                     self._handle(self._socket.take())
-                if not self._socket.lost:
+                if self._socket.has_message:
+                    await asyncio.sleep(0)
+                elif not self._socket.lost:
                     await self._socket.change()
         except BallastError as error:
             raise Unavailable(f"it cannot be understood: {error}") from None

@@ -194,11 +194,10 @@ def _overdue(
     """Return whether a request has waited for `patience` of its TTFT service level, and else when
     it will have, if ever: one that waits behind all others has once its model starves. Negative
     `patience`: it has, whatever its place."""
-    behind = r.place >= BEHIND_ALL and patience >= 0
-    if behind:
-        starves_at = m.derived(last_served) + LONGEST_WAIT
-        return view.now >= starves_at, starves_at if view.now < starves_at < math.inf else None
-    at = math.inf if behind else r.order.arrival + patience * _ttft(m, r)
+    if r.place >= BEHIND_ALL and patience >= 0:
+        at = m.derived(last_served) + LONGEST_WAIT
+    else:
+        at = r.order.arrival + patience * _ttft(m, r)
     if view.now >= at:
         return True, None
     return False, at if at < math.inf else None

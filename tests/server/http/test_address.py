@@ -99,3 +99,29 @@ def test_hosts_answer_for_a_ray_cluster_alone(
     assert "hosts.http" in str(ended.exception)
     CliRunner().invoke(app, [*command, "--ray", "10.0.0.1:6379"])
     assert clusters == [serve.RayHosts("10.0.0.1:6379", 8080)]
+
+
+def test_keys_stay_wanted_where_hosts_answer_until_a_restart(
+    fleet_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file says of `hosts` counts at a restart, what it says of keys when it is read."""
+    text = fleet_file.read_text().replace("path: ", f"path: {fleet_file.parent}/")
+    closed = "\nserver: {keys: [{name: k, key: sk-k-of-the-tests}]}\n"
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f'{text}{closed}hosts: {{ray: "10.0.0.1:6379", http: 8080}}\n')
+    reread: list[str] = []
+
+    def run(source: serve.FleetSource, *_: object, **__: object) -> int:
+        file.write_text(text + closed)
+        source.read()
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"hosts\.http.*BALLAST_API_KEY") as refused:
+            source.read()
+        reread.append(str(refused.value))
+        return 0
+
+    monkeypatch.setattr(serve, "serve", run)
+    monkeypatch.setattr(logs, "set_up_logs", lambda *_: None)
+    ended = CliRunner().invoke(app, ["serve", str(file)])
+    assert isinstance(ended.exception, SystemExit | None), ended.exception
+    assert len(reread) == 1
