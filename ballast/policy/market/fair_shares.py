@@ -103,7 +103,7 @@ def share_out(view: DeviceView, *, fair: bool) -> Sharing:
     held, why = {n for n, rank in above.items() if below and rank >= min(below.values())}, _HELD
     starved = [m for m in view.models if m.name in below and not m.running]
     starved = [m for m in starved if _comes_first(view, m)]
-    if starved:
+    if starved and any(m.running for m in view.models):
         one = min(starved, key=lambda m: m.waiting[0].order)
         others = (m for m in view.models if m.name in shares and m.waiting and m is not one)
         held = {m.name for m in others if m.waiting[0].order.rank >= one.waiting[0].order.rank}

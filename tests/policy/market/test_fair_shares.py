@@ -85,6 +85,15 @@ def test_a_starved_request_has_all_others_held(put_first: bool) -> None:
     assert holds(world(a, b, now=1.0 + LONGEST_WAIT)) == {"a": True}
 
 
+def test_nobody_is_held_for_a_starved_request_when_nothing_runs() -> None:
+    """What it lacks is weights of `a`, whose request is older: that one has to go on."""
+    a = replace(big(held=True), kv_pages=0, running=())
+    b = model("b", waiting=(request(6, arrival=2.0)._replace(place=-1),), first=35)
+    sharing = share_out(world(a, b), fair=True)
+    assert [(h.model, h.held) for h in sharing.holds if isinstance(h, Hold)] == [("a", False)]
+    assert not sharing.holding
+
+
 def victims(view: DeviceView, claim: Claim) -> list[str]:
     return [offer.key[-1] for offer in younger_requests_by_share(view, claim)]
 
