@@ -211,8 +211,9 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
     others that only wait do not count: they have no work to lose."""
     if claim.may_preempt:
         starves = starving(view, view.model(claim.model))
+        order = claim.order if claim.undoing is None else claim.undoing
         for offer in view.derived(_busy_at_work if starves else _busy):
-            if offer.undoes is None or offer.undoes <= claim.order:
+            if offer.undoes is None or offer.undoes <= order:
                 return
             if offer.owner != claim.model:
                 yield offer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ballast.core.actions import Action, Decision
 from ballast.core.view import DeviceView
 from ballast.policy.base import MemoryPolicy
-from ballast.policy.market.claim_and_offer import Source
+from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.claims import activation_claims, earliest, shortage_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.fair_shares import share_out
@@ -21,6 +21,7 @@ from ballast.policy.market.offers import (
     idle_models,
     lent_pages,
     loose_blocks,
+    oldest,
     own_prefix,
     younger_models,
     younger_requests,
@@ -92,11 +93,22 @@ class Balloon(MemoryPolicy):
 
 def undo_younger_work(view: DeviceView) -> Sequence[Action]:
     """Make room at once for all that lack pages, oldest first, by preempting younger requests and
-    evicting younger models too. Use the common last resort if that finds nothing, or if the device
-    could not serve some request alone."""
+    evicting younger models too. If that finds nothing, a claim may evict models younger than the
+    oldest request of its own model, which waits behind the claim's own in the queue. Use the common
+    last resort if that finds nothing either, or if the device could not serve some request alone.
+    """
     if unservable(view) is not None:
         return last_resort(view)
     absent, _ = activation_claims(view, AT_ONCE)
     short, _ = shortage_claims(view, AT_ONCE)
     sources = [cached_prefixes, idle_models, lent_pages, younger_requests, younger_models]
-    return cover(view, [*absent, *short], sources).actions or last_resort(view)
+    claims = [*absent, *short]
+    for covering in (claims, [_as_oldest(view, claim) for claim in claims]):
+        if actions := cover(view, covering, sources).actions:
+            return actions
+    return last_resort(view)
+
+
+def _as_oldest(view: DeviceView, claim: Claim) -> Claim:
+    """Let a claim undo as much as the oldest request of its model may."""
+    return claim._replace(undoing=min(claim.order, oldest(view.model(claim.model))))
