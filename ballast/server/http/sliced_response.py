@@ -46,10 +46,14 @@ class SlicedResponse(Response):
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for part in self._parts:
+        parts = iter(self._parts)
+        part = next(parts, b"")
+        for following in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            part = following
+        # The request is over as soon as the client has all of its answer.
+        await send({"type": "http.response.body", "body": part, "more_body": False})
 
 
 def slices(body: bytes) -> Iterator[bytes]:

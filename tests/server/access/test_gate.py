@@ -17,6 +17,7 @@ from ballast.server.access.gate import BODIES_HELD, Gate
 from ballast.server.access.quotas import KeyQuotas
 from ballast.server.http.bodies import SMALL_BYTES, WEIGHT_BYTES
 from ballast.server.http.request_context import Caller, RequestContext, attach_context
+from ballast.server.http.sliced_response import SLICE_BYTES, SlicedResponse, slices
 
 WHOLE: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 PART: Message = {"type": "http.request", "body": b"{", "more_body": True}
@@ -233,5 +234,47 @@ def test_a_single_key_may_have_everything() -> None:
         await behind.asked.wait()
         behind.may_answer.set()
         assert {sent[0]["status"] for sent in await asyncio.gather(*asked)} == {200}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("length", [3, SLICE_BYTES, 2 * SLICE_BYTES + 3])
+def test_who_has_a_whole_answer_may_ask_again_at_once(length: int) -> None:
+    key = KeySettings(name="k", key="sk-k-of-the-tests", concurrent=1)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await SlicedResponse(slices(b"x" * length), length)(scope, receive, send)
+
+    async def scenario() -> None:
+        gate = Gate(answer, lambda: ServerSettings(), KeyQuotas(VirtualClock()))
+        statuses, following = list[int](), list[asyncio.Task[None]]()
+
+        async def ask(again: bool) -> None:
+            to_say, left = [WHOLE], length
+
+            async def receive() -> Message:
+                if not to_say:
+                    await asyncio.Event().wait()
+                return to_say.pop(0)
+
+            async def send(message: Message) -> None:
+                nonlocal left
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                    return
+                left -= len(message["body"])
+                if left == 0 and again and not following:
+                    following.append(asyncio.create_task(ask(again=False)))
+
+            headers: list[tuple[bytes, bytes]] = []
+            scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": headers}
+            attach_context(scope, RequestContext(caller=Caller(key)))
+            await gate(scope, receive, send)
+
+        await ask(again=True)
+        await following[0]
+        assert statuses == [200, 200]
+        assert (gate.open, gate.idle.is_set()) == (0, True)
 
     asyncio.run(scenario())
