@@ -15,6 +15,7 @@ Python's internals, but not from endless loops or unbounded texts. So each runs 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from collections.abc import Hashable, Mapping
@@ -29,12 +30,16 @@ from ballast.isolation.environment import child_environment
 from ballast.server.http.fair_turns import FairTurns
 from ballast.server.text.template_traits import TemplateTraits
 
+log = logging.getLogger(__name__)
+
 CPU_SECONDS = 2.0
 """Most processor time for one conversation, in seconds; a conversation of eight megabytes takes a
 tenth of it."""
 WALL_SECONDS = 60.0
 """Most wall-clock seconds for one conversation: a child that is stopped must not block its clients
-for ever."""
+for ever. It is no fault of the template's, which processor time bounds: another child is asked."""
+TRIES = 2
+"""Children that are asked for one conversation."""
 MEMORY_BYTES = 1 << 30
 """Most address space of a child, in bytes; Python and the loaded modules take a fifth."""
 MOST_BYTES = 64 << 20
@@ -119,7 +124,7 @@ class TemplateRenderer:
         """
         turns = self._turns.setdefault(job.template, FairTurns())
         async with turns.turn(key), self._free:
-            reply = await self._ask(job.json)
+            reply = await self._reply(job.json)
         kind, text = reply[:1], reply[1:].decode()
         if kind == TEXT:
             return text
@@ -144,12 +149,24 @@ class TemplateRenderer:
         self._idle.clear()
         await self._end()  # ends the children that still render, too
 
+    async def _reply(self, question: bytes) -> bytes:
+        """Return the reply of a child, or of another one where the first has none in time."""
+        for _ in range(TRIES):
+            with suppress(TimeoutError):
+                return await self._ask(question)
+            log.warning("a chat template's child has not answered for %g s", WALL_SECONDS)
+        raise _too_costly()
+
     async def _ask(self, question: bytes) -> bytes:
+        """Return a child's reply. Raises TimeoutError where it has none in time."""
         child = await self._acquire()
         try:
             async with asyncio.timeout(WALL_SECONDS):
                 reply = await child.ask(question)
-        except (OSError, EOFError) as error:  # a TimeoutError is an OSError
+        except TimeoutError:
+            self._kill(child)
+            raise
+        except (OSError, EOFError) as error:
             self._kill(child)
             await self._check_parent()
             raise _too_costly() from error

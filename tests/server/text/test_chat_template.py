@@ -20,6 +20,7 @@ from ballast.server.conversation import Message
 from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest
 from ballast.server.prompt_encoder import PromptEncoder
+from ballast.server.text import chat_template
 from ballast.server.text.chat_template import (
     CPU_SECONDS,
     MEMORY_BYTES,
@@ -261,6 +262,19 @@ def test_children_that_are_killed_are_replaced(rendering: Rendering) -> None:
     with pytest.raises(Unavailable, match="chat templates"):
         rendering.text(RANGES)  # ends the child that is left
     assert rendering.text("b") == "b"
+
+
+def test_another_child_is_asked_where_one_does_not_answer(
+    rendering: Rendering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that is stopped, or hangs: processor time bounds templates, so it is not theirs."""
+    assert rendering.text("a") == "a"  # its child is kept for the next one
+    assert rendering.renderer._parent is not None
+    [child] = living(rendering.renderer._parent.pid)
+    os.kill(child, signal.SIGSTOP)
+    monkeypatch.setattr(chat_template, "WALL_SECONDS", 3.0)
+    assert rendering.text("b") == "b"
+    assert child not in living(rendering.renderer._parent.pid)
 
 
 def test_what_children_need_is_loaded_before_they_are_needed() -> None:
