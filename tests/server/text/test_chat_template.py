@@ -264,17 +264,24 @@ def test_children_that_are_killed_are_replaced(rendering: Rendering) -> None:
     assert rendering.text("b") == "b"
 
 
-def test_another_child_is_asked_where_one_does_not_answer(
-    rendering: Rendering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_child_is_asked_where_one_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that is stopped, or hangs: processor time bounds templates, so it is not theirs."""
-    assert rendering.text("a") == "a"  # its child is kept for the next one
-    assert rendering.renderer._parent is not None
-    [child] = living(rendering.renderer._parent.pid)
-    os.kill(child, signal.SIGSTOP)
-    monkeypatch.setattr(chat_template, "WALL_SECONDS", 3.0)
-    assert rendering.text("b") == "b"
-    assert child not in living(rendering.renderer._parent.pid)
+
+    async def scenario() -> None:
+        renderer = TemplateRenderer()
+        assert await renderer.render(job("a")) == "a"  # its child is kept for the next one
+        assert renderer._parent is not None
+        [child] = living(renderer._parent.pid)
+        os.kill(child, signal.SIGSTOP)
+        monkeypatch.setattr(chat_template, "WALL_SECONDS", 3.0)
+        asked = asyncio.ensure_future(renderer.render(job("b")))
+        while child in living(renderer._parent.pid):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(chat_template, "WALL_SECONDS", 60.0)
+        assert await asked == "b"
+        await renderer.close()
+
+    asyncio.run(scenario())
 
 
 def test_what_children_need_is_loaded_before_they_are_needed() -> None:
