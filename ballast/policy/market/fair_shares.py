@@ -83,8 +83,9 @@ def share_out(view: DeviceView, *, fair: bool) -> Sharing:
     undo them as soon as it is not held. A model that runs nothing is not held, however much its
     next request needs, with one exception: if a request of another model that runs nothing either
     has waited longest (`_comes_first`), no other model admits requests that are not more important
-    until that one has its pages. Otherwise small requests would use again and again the pages that
-    they free within their shares, and a large one would starve.
+    until that one has its pages, or nothing runs any more that could free them. Otherwise small
+    requests would use again and again the pages that they free within their shares, and a large one
+    would starve.
 
     For policies that hold no models for reasons of their own. Unless `fair`, there are no shares.
     """
