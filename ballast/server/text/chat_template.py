@@ -108,6 +108,8 @@ class TemplateRenderer:
         children to kill."""
         self._forks = 0
         """Number of children that `_parent` has forked so far."""
+        self._answered = False
+        """Whether one of them has answered."""
         self._starting = asyncio.Lock()
         self._free = asyncio.Semaphore(CHILDREN)
         self._idle: list[_Child] = []
@@ -165,6 +167,8 @@ class TemplateRenderer:
                 reply = await child.ask(question)
         except TimeoutError:
             self._kill(child)
+            if child.parent is self._parent and not self._answered:
+                await self._end()  # it may have forked none
             raise
         except (OSError, EOFError) as error:
             self._kill(child)
@@ -173,6 +177,7 @@ class TemplateRenderer:
         except BaseException:  # the client left; its job must not go on
             self._kill(child)
             raise
+        self._answered = True
         if reply[:1] == TOO_MUCH:
             self._kill(child)  # give its memory back
         else:
@@ -247,7 +252,7 @@ class TemplateRenderer:
     async def _end(self) -> None:
         parent, self._parent = self._parent, None
         control, self._control = self._control, None
-        self._forks = 0
+        self._forks, self._answered = 0, False
         if control is not None:
             control.close()
         if parent is not None:

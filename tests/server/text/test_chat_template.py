@@ -284,6 +284,23 @@ def test_another_child_is_asked_where_one_does_not_answer(monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
+def test_a_forking_process_that_never_forks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        renderer = TemplateRenderer()
+        await renderer.prepare()
+        hung = renderer._parent
+        assert hung is not None
+        hung.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(chat_template, "WALL_SECONDS", 1.0)
+        asked = asyncio.ensure_future(renderer.render(job("a")))
+        await hung.wait()
+        monkeypatch.setattr(chat_template, "WALL_SECONDS", 60.0)
+        assert await asked == "a"
+        await renderer.close()
+
+    asyncio.run(scenario())
+
+
 def test_what_children_need_is_loaded_before_they_are_needed() -> None:
     async def scenario() -> None:
         renderer = TemplateRenderer()
