@@ -14,7 +14,7 @@ REAL   := $(VENV)/.ballast-ready-demo
 
 help:
 	@echo "make setup   create $(VENV) and install what serving needs, and EXTRAS (cuda, otel, placement, demo, dev)"
-	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (six minutes)"
+	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (four minutes)"
 	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
 	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"
 	@echo "make coverage   the same, and which lines of ballast they ran (kernels and workers' processes apart)"
