@@ -131,23 +131,25 @@ class WorkerMemory:
         if self.changed:
             self.lending.validate()
 
-    def mapped_of(self, other: WorkerMemory) -> set[int]:
-        """Return the pages of another worker's memory that are mapped here."""
-        first = self.pool.vm.attach(other.pool.vm.export(()))
-        peers = [p for p in self.lending.borrower._peers if p.first == first]
-        return {page - first for peer in peers for page in peer.lease_of}
+    def mapped(self) -> dict[tuple[int, int], set[int]]:
+        """Return the pages of other workers' memory that are mapped here, by the device that its
+        exports name."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for peer in self.lending.borrower._peers:
+            pages = found.setdefault(peer.memory, set())
+            pages.update(page - peer.first for page in peer.lease_of)
+        return found
+
+    @property
+    def exported(self) -> tuple[int, int]:
+        """The device that exports of this memory name."""
+        return self.pool.vm.export(()).device
 
     def lent_to(self, name: str) -> dict[int, float]:
         """Return the pages that are lent to a device, with the times at which they are due."""
         found = self.lending._lender._peers.get(name)
         leases = [] if found is None else found.leases.values()
         return {page: due for lease in leases for page, due in lease.items()}
-
-
-def knows(one: WorkerMemory, other: WorkerMemory) -> bool:
-    """Return whether one worker has imported the memory of another."""
-    device = other.pool.vm.export(()).device
-    return any(peer.memory == device for peer in one.lending.borrower._peers)
 
 
 def check_pages(workers: Mapping[str, LendingProcess], now: float) -> tuple[int, int, int]:
@@ -159,11 +161,13 @@ def check_pages(workers: Mapping[str, LendingProcess], now: float) -> tuple[int,
     """
     twice = without = late = 0
     live = {name: worker.memory for name, worker in workers.items() if worker.alive}
+    mapped_by = {name: memory.mapped() for name, memory in live.items()}
     for name, lender in live.items():
-        for other, borrower in live.items():
+        exported = lender.exported
+        for other in live:
             if other == name:
                 continue
-            mapped = borrower.mapped_of(lender) if knows(borrower, lender) else set()
+            mapped = mapped_by[other].get(exported, set())
             lent = lender.lent_to(other)
             twice += len(mapped - lent.keys())
             without += len(lent.keys() - mapped)
@@ -178,4 +182,5 @@ def check_pages(workers: Mapping[str, LendingProcess], now: float) -> tuple[int,
 def still_maps(workers: Mapping[str, LendingProcess], gone: WorkerMemory) -> int:
     """Return the pages of a dead worker that live ones map."""
     memories = [w.memory for w in workers.values() if w.alive and w.memory is not gone]
-    return sum(len(m.mapped_of(gone)) for m in memories if knows(m, gone))
+    exported = gone.exported
+    return sum(len(m.mapped().get(exported, ())) for m in memories)

@@ -8,7 +8,7 @@ take requests; only the drivers of `control.orders` send commands.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -152,6 +152,12 @@ class FleetState(Mapping[str, D]):
 
     def __len__(self) -> int:
         return len(self._devices)
+
+    def values(self) -> ValuesView[D]:
+        return self._devices.values()
+
+    def items(self) -> ItemsView[str, D]:
+        return self._devices.items()
 
     def add(self, device: D) -> None:
         """Append a device."""

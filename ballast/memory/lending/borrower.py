@@ -201,9 +201,10 @@ class Borrower:
         returned: list[Lease] = []
         for peer in list(self._peers):
             pages = [page for page in peer.due if not self._pool.ledger.holders_of(page)]
-            self._vm.leave(pages)
-            self._vm.forget(pages)
-            self._pool.return_borrowed(peer.name, pages)
+            if pages:
+                self._vm.leave(pages)
+                self._vm.forget(pages)
+                self._pool.return_borrowed(peer.name, pages)
             by_lease: dict[int, list[int]] = {}
             for page in pages:
                 del peer.due[page]
