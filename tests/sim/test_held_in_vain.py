@@ -140,8 +140,23 @@ def test_no_preset_fails_a_request_that_fits_alone_whichever_jobs_fail(preset: s
     assert failed > 0
 
 
+@pytest.mark.parametrize("preset", ["lru", "swap", "balloon", "prism", "ballast"])
+def test_models_that_starve_do_not_evict_each_other_without_end(preset: str) -> None:
+    """Prompts take several steps of half a second, and four models do not fit beside each other:
+    each evicted the one that had just come, before it had served anything."""
+    failing = _served(preset, 5, 0.5)
+    assert failing.sim.clock.now() < 300.0
+    models = failing.sim.state.models.values()
+    assert sum(m.activations for m in models) < 120
+
+
 def _serve(preset: str, seed: int) -> int:
     """Serve a random world; return how many of its jobs failed."""
+    return _served(preset, seed, STEP).failed.total()
+
+
+def _served(preset: str, seed: int, step: float) -> Failing:
+    """Serve a random world, whose steps take `step` seconds."""
     rng = random.Random(seed)
     models = tuple(
         Model(weight_pages=rng.randint(1, 10), kv_heads=rng.choice((1, 2)))
@@ -151,7 +166,7 @@ def _serve(preset: str, seed: int) -> int:
     kv_pages = rng.choice((60, 90)) if preset in PLACES else rng.choice((44, 60))
     world = Scenario(preset=preset, models=models, more_weights=more, kv_pages=kv_pages, acts=())
     specs = [stateful(s) if rng.random() < 0.7 else s for s in world.specs]
-    failing = Failing(preset, specs, world.settings)
+    failing = Failing(preset, specs, world.settings, step)
     failing.every = 3
     for k in range(12):
         long = rng.random() < 0.3
@@ -161,4 +176,4 @@ def _serve(preset: str, seed: int) -> int:
     wrong = [end for end in failing.ends.values() if not failing.may_end(end)]
     assert not wrong, f"seed {seed}: {wrong}"
     assert len(failing.ends) == 12
-    return failing.failed.total()
+    return failing

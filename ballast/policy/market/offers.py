@@ -220,8 +220,9 @@ def younger_models(view: DeviceView, claim: Claim) -> Iterator[Offer]:
 
 
 def _busy(view: DeviceView) -> Sequence[Offer]:
-    """Offer eviction of each unpinned resident model with requests, youngest first."""
-    busy = filter(_has_work, view.models)
+    """Offer eviction of each unpinned resident model with requests, youngest first; not of one that
+    starves: it has just come, and would evict in turn what had it evicted before it ran."""
+    busy = (m for m in view.models if _has_work(m) and not starving(view, m))
     return _evicting_busy(view, [(m.derived(_first_served), m) for m in busy])
 
 
@@ -282,10 +283,11 @@ def _first_served(m: ModelView) -> Precedence:
 
 def _first_at_work(view: DeviceView, m: ModelView) -> Precedence:
     """Return the precedence of a model's oldest running request; one after all of its priority if
-    it runs nothing, unless it starves."""
+    it runs nothing, unless it starves: of models that starve and wait behind all others, each would
+    evict the one that has just come, before that runs anything."""
     if m.running:
         return m.running[0].order
-    first = m.derived(_first_served)
+    first = m.derived(oldest)
     return first if starving(view, m) else first._replace(arrival=math.inf)
 
 

@@ -51,6 +51,12 @@ def last_served(m: ModelView) -> float:
     return max(served, default=m.derived(_first_unserved))
 
 
+def unserved_since(m: ModelView) -> float:
+    """Return when the first of a model's requests without a token came, waiting and running ones;
+    inf: all have had one."""
+    return min((r.last for r in (*m.running, *m.waiting) if r.first is None), default=math.inf)
+
+
 def _first_unserved(m: ModelView) -> float:
     """Return when the first of a model's waiting requests without a token came; inf: none waits."""
     return min((r.last for r in m.waiting if r.first is None), default=math.inf)

@@ -23,7 +23,7 @@ from ballast.policy.market.offers import (
     younger_models,
     younger_requests,
 )
-from ballast.policy.market.starvation import next_owed, owes_first_token
+from ballast.policy.market.starvation import next_owed, owes_first_token, unserved_since
 from ballast.policy.memory.balloon import undo_younger_work
 from ballast.policy.memory.static import cover_limited, recalls, request_pages
 from ballast.policy.plans import activation, eviction
@@ -47,7 +47,8 @@ class LeastRecentlyUsed(MemoryPolicy):
     models are evicted, the least recently used first. If that is not enough, the model that has
     been loaded for longest, and for at least `quantum` seconds, admits no more requests, finishes
     its running ones, and is evicted; at once, if the absent model owes a first token
-    (`starvation.owes_first_token`). Within its reservation a model preempts its own youngest
+    (`starvation.owes_first_token`) to a request that came before all to which the loaded one owes
+    one. Within its reservation a model preempts its own youngest
     request.
     """
 
@@ -73,7 +74,8 @@ class LeastRecentlyUsed(MemoryPolicy):
             if evictions is None:
                 draining, wake = self._drain_for(view, heir, room, loaded)
                 drained = (m for m in view.models if m.name in draining)
-                ready = [m for m in drained if heir.name in owed or not m.running]
+                at_once = heir.name in owed
+                ready = [m for m in drained if not m.running or (at_once and _after(m, heir))]
                 evictions = room.evict_for(heir, [*_idle_by_last_use(view), *ready])
             if evictions is None:
                 break
@@ -183,6 +185,12 @@ def _on_device(m: ModelView) -> bool:
 
 def _evictable(m: ModelView) -> bool:
     return m.residency is Residency.RESIDENT and not m.spec.pinned
+
+
+def _after(m: ModelView, heir: ModelView) -> bool:
+    """Whether all requests to which a model owes a first token came after the first of `heir`'s: of
+    two models that evicted each other at once, none would ever end a prompt."""
+    return unserved_since(m) > unserved_since(heir)
 
 
 def _idle_by_last_use(view: DeviceView) -> list[ModelView]:

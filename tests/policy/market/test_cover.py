@@ -11,6 +11,7 @@ from ballast.core.actions import Compact, Decision, DropCache, Preempt, Promise,
 from ballast.core.settings import Slo
 from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
+from ballast.policy.market.claims import BEHIND_ALL
 from ballast.policy.market.starvation import LONGEST_WAIT
 from ballast.policy.memory.balloon import Balloon
 from ballast.policy.memory.kvswap import KvSwap
@@ -208,6 +209,30 @@ def test_a_model_that_starves_gets_the_place_of_one_whose_older_requests_only_wa
     assert not worlds.evicted(before.actions)
     older = replace(a, running=(request(1, arrival=7.0, pages=8),))
     assert not worlds.evicted(Balloon()(device(older, wanting, free=0, now=now), None).actions)
+
+
+def test_a_model_that_starves_and_has_come_is_not_evicted_before_it_runs() -> None:
+    """By one that waits for less long, though longer than the model's own request; and by one that
+    starves too if that came before, also where the requests of both are left out."""
+    now = 9.0 + LONGEST_WAIT
+    come = model("a", kv=0, waiting=(request(2, arrival=9.0),))
+    served = request(1, arrival=8.0)._replace(first=10.0, last=now - 1.0)
+    wanting = model("w", ABSENT, pages=10, waiting=(served,))
+    assert not worlds.evicted(Balloon()(device(come, wanting, free=0, now=now), None).actions)
+    runs = replace(come, waiting=(), running=(request(2, arrival=9.0, pages=8),), kv_pages=8)
+    assert [*worlds.evicted(Balloon()(device(runs, wanting, free=0, now=now), None).actions)] == [
+        "a"
+    ]
+    for arrival in (8.0, 10.0):
+        left_out = [replace_place(m, r) for m, r in ((come, 9.0), (wanting, arrival))]
+        view = device(*left_out, free=0, now=now + 1.0)
+        assert [*worlds.evicted(Balloon()(view, None).actions)] == ["a"] * (arrival < 9.0)
+
+
+def replace_place(m: ModelView, arrival: float) -> ModelView:
+    """The model with one request without a token, left out by admission."""
+    sequence = round(arrival)
+    return replace(m, waiting=(request(sequence, arrival=arrival)._replace(place=BEHIND_ALL),))
 
 
 def test_a_model_on_its_way_keeps_the_pages_of_its_first_request() -> None:

@@ -75,7 +75,7 @@ def test_a_busy_model_stays_for_its_quantum_then_drains_and_goes() -> None:
 
 def test_a_busy_model_makes_way_at_once_for_one_that_owes_a_first_token() -> None:
     """Also where a request that came just now is the first of its queue."""
-    busy = reserved("a", running=(request(0, pages=1),), kv=1)
+    busy = reserved("a", running=(request(0, pages=1)._replace(first=0.4),), kv=1)
     owing = wants("b", arrival=0.5)
     owing = replace(owing, waiting=(request(9, arrival=9.9), *owing.waiting))
     view = device(busy, owing, free=9, total=24)
@@ -84,6 +84,20 @@ def test_a_busy_model_makes_way_at_once_for_one_that_owes_a_first_token() -> Non
     assert (evicted(early), early.wake_at) == ([], 10.5)
     late = decide(replace(view, now=10.6), before)
     assert (evicted(late), activated(late)) == (["a"], ["b"])
+
+
+def test_of_two_models_that_owe_a_first_token_the_one_who_owes_it_longer_stays() -> None:
+    """Else each would be evicted before its prompt ends."""
+    late = 20.0
+
+    def decision(running: float, waiting: float) -> Decision:
+        busy = reserved("a", running=(request(0, arrival=running, pages=1),), kv=1)
+        view = device(busy, wants("b", arrival=waiting), free=9, total=24, now=late)
+        return decide(view, {"a": 0.0})
+
+    assert evicted(decision(1.0, 2.0)) == []
+    assert evicted(decision(2.0, 1.0)) == ["a"]
+    assert evicted(decision(1.0, 1.0)) == []
 
 
 def test_a_model_is_held_no_longer_than_somebody_waits() -> None:
