@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from ballast.control.migrations import Migrations
 from ballast.control.open_request import OpenRequest
 from ballast.control.open_requests import OpenRequests
 from ballast.control.orders import Orders
+from ballast.control.spares import SpareInstruction, Spares
 from ballast.core.command import Remove
 from ballast.core.fleet_orders import LEAVING_SECONDS, FinishLeaving
 from ballast.core.fleet_state import FleetDevice, FleetState
@@ -109,6 +111,14 @@ def _drained_takes(real: Callable[..., Any]) -> Callable[..., Any]:
     return others
 
 
+def _kept_spare(real: Callable[..., Any]) -> Callable[..., Any]:
+    def give_up(self: Spares, now: float, why: str) -> list[SpareInstruction]:
+        self._active_at = inf
+        return []
+
+    return give_up
+
+
 def _nothing(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: None
 
@@ -136,6 +146,7 @@ MUTATIONS = (
     Mutation("requests go to the dead", "083", FleetState, "others", _drained_takes),
     Mutation("a late borrower is spared", "087", Leases, "_condemn", _spared_borrower),
     Mutation("a successor does not wait", "087", Leases, "_reap", _hasty_successor),
+    Mutation("a spare that hangs is kept", "147", Spares, "_give_up", _kept_spare),
     Mutation("orders to the dead have no end", "104", Orders, "_lose", _nothing),
     Mutation("the last home is left", "104", FinishLeaving, "steps", _last_home),
 )

@@ -23,6 +23,7 @@ import msgspec
 from ballast.control.device_leases import DeviceLeases
 from ballast.control.device_record import DeviceRecord
 from ballast.control.migrations import ANSWER_SECONDS
+from ballast.control.open_request import OpenRequest
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import Pace, RequestRouter, Withdraw
 from ballast.control.routed_devices import RoutedDevices
@@ -74,6 +75,7 @@ from ballast.transport.worker_messages.request_messages import (
 )
 from benchmarks.fault_lending import N_PAGES, WorkerMemory, check_pages, still_maps
 from benchmarks.fault_orders import FaultOrders, RandomMoves, drawn_order
+from benchmarks.fault_spares import FaultSpares
 
 SPITEFUL = 4
 """Every so many worlds there is one in which faults strike in the midst of migrations."""
@@ -250,6 +252,8 @@ class FaultWorld:
         self.commands: FaultOrders[FaultDevice, Client] = FaultOrders(
             self.devices, self.router, self.migrations, self.leases, self.timers
         )
+        self.reserve = FaultSpares(self.timers, random.Random(-seed - 3))
+        self.reserve.want()
         self.spite = random.Random(-seed - 2) if seed % SPITEFUL == SPITEFUL - 1 else None
         """Draws what goes wrong in the midst of migrations; None: nothing does on purpose."""
         self._struck: set[tuple[str, type[MigrationStep]]] = set()
@@ -320,18 +324,24 @@ class FaultWorld:
                 break
         while self.timers.now() < HORIZON and self._holding and self.timers.step():
             pass
+        while self.timers.now() < HORIZON and not self.reserve.ready and self.timers.step():
+            pass
 
     def validate(self) -> None:
         """Assert that no request is open at two devices, and count pages that are not their
         owner's alone."""
-        held = [device.requests._open.keys() for device in self.devices.values()]
-        if len(set().union(*held)) < sum(map(len, held)):
-            doubled = [i for i, n in Counter(itertools.chain(*held)).items() if n > 1]
-            raise AssertionError(f"{doubled} are open at two devices")
+        held: list[dict[str, OpenRequest]] = []
+        changed = False
         for device in self.devices.values():
+            if device.requests._open:
+                held.append(device.requests._open)
             if device.down is not None:
                 self._check_new(device)
-        if any(device.process.memory.changed for device in self.devices.values()):
+            changed = changed or device.process.memory.changed
+        if len(held) > 1 and len(set().union(*held)) < sum(map(len, held)):
+            doubled = [i for i, n in Counter(itertools.chain(*held)).items() if n > 1]
+            raise AssertionError(f"{doubled} are open at two devices")
+        if changed:
             workers = self._workers
             twice, _, late = check_pages(workers, self.timers.now())
             self.twice += twice
@@ -397,6 +407,11 @@ class FaultWorld:
         able = [d for d in self._all if not d.cordoned]
         homes = [{m.name for m in d.fleet.models} - d.leaving for d in able]
         return sum(not any(model in on for on in homes) for model in self.models)
+
+    @property
+    def spares(self) -> int:
+        """Spares that were taken though they had ended, and whether none waits in the end."""
+        return self.reserve.wrong + (not self.reserve.ready)
 
     @property
     def _workers(self) -> dict[str, Worker]:
@@ -510,6 +525,7 @@ class FaultWorld:
     def _replace(self, device: FaultDevice, memory: WorkerMemory) -> None:
         """Start a worker in place of one whose memory nobody maps any more."""
         self.twice += still_maps(self._workers, memory)
+        self.reserve.take()
         self.timers.call_later(self.random.uniform(0.05, 2.0), partial(self._start, device))
 
     def new_worker(self, name: str, resident: set[str]) -> Worker:
@@ -530,6 +546,7 @@ class FaultWorld:
         specs = {m: _spec(m) for m in served}
         device.worker_serves(ReadyMsg(specs, {}, self._report(device), address))
         self.leases.worker_ready(device)
+        self.reserve.want()
         self._report_later(device, device.process)
         self._compute_later(device, device.process)
 

@@ -146,7 +146,7 @@ class Controller:
         fleet = self.devices.fleet
         self.kept_kv.fleet_loaded()
         if fleet.server.spare_worker:
-            await self.workers.prepare()
+            await self.workers.prepare(fleet.server)
         if fleet.others:
             self.commands.follow_policy()
 

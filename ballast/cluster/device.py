@@ -317,7 +317,7 @@ class RemoteDevice(DeviceRecord):
             log.warning("%s: a new worker serves; %d requests go on", self.name, len(self.requests))
             self._serve(ready)
             if self.fleet.server.spare_worker:
-                await self._workers.prepare()
+                await self._workers.prepare(self.fleet.server)
             return
 
     def _give_up(self, why: str) -> None:

@@ -26,6 +26,7 @@ simulator runs `migrations`, `leases` and `orders` too. Imports `transport`'s me
 - `request_router`: Choice of the device of a request, and retry when a worker dies.
 - `routed_devices`: The devices of a fleet, and which of them take requests of a model.
 - `routed_prefixes`: Prefixes that a device is believed to have cached, for routing.
+- `spares`: The prepared worker process in reserve on a host, and when another is started.
 - `suspicion`: Requests suspected of killing workers, which run alone.
 - `timers`: The time and timers of the machines, in real or virtual time.
 """

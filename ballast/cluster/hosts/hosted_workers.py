@@ -22,7 +22,7 @@ from ballast.cluster.hosts.ray_cluster import RayCluster
 from ballast.cluster.worker.local_process import COMMAND
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.errors import BallastError, ConfigError, Unavailable
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.host_messages import ModelReport
 
 log = logging.getLogger(__name__)
@@ -161,13 +161,13 @@ class HostedWorkers:
     async def next(self, device: str) -> HostedWorker:
         link, threads = await self._find(device)
         spare = self._spares.get(link.node)
-        worker = None if spare is None else await spare.take()
+        worker = None if spare is None else spare.take()
         if worker is None:
             return self.first(device)
         worker.threads = threads
         return worker
 
-    async def prepare(self) -> None:
+    async def prepare(self, limits: ServerSettings) -> None:
         for node in set(self._nodes.values()):
             link = self._links.get(node)
             if link is None or link.gone:
@@ -175,7 +175,7 @@ class HostedWorkers:
             if node not in self._spares:
                 make = partial(HostedWorker, partial(self._spare_host, node))
                 self._spares[node] = SpareWorker(make)
-            await self._spares[node].prepare()
+            self._spares[node].prepare(limits)
 
     async def close(self) -> None:
         if self._relays is not None:
@@ -190,7 +190,10 @@ class HostedWorkers:
             link.forget(model)
 
     async def _spare_host(self, node: str) -> tuple[HostConnection, int | None]:
-        return await self._link(node), None
+        link = self._links.get(node)
+        if link is None or link.gone:
+            raise Unavailable(f"host {node} is gone")
+        return link, None
 
     async def _find(self, device: str) -> tuple[HostConnection, int]:
         """Return the host of a device, with its threads; waits until one has room. Raises

@@ -33,6 +33,8 @@ class LocalWorker(SupervisedWorker):
         self._broker = broker
         with contextlib.ExitStack() as undo:
             self._directory = PrivateDirectory()
+            self.directory: Path = self._directory.path
+            """The directory of the socket; removed once the worker has connected, or by `close`."""
             undo.callback(self._directory.close)
             self._process = LocalProcess(command, broker, kv_broker)
             self._to_worker = ServerSocket(self._directory.path)
@@ -48,11 +50,6 @@ class LocalWorker(SupervisedWorker):
     @property
     def _socket(self) -> ServerSocket:
         return self._to_worker
-
-    @property
-    def directory(self) -> Path:
-        """The directory of the socket; removed once the worker has connected, or by `close`."""
-        return self._directory.path
 
     @property
     def pid(self) -> int:

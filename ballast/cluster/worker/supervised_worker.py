@@ -94,6 +94,11 @@ class SupervisedWorker(ABC):
         exited = self._handle.exited if self._connected else None
         return exited is not None and not exited.done() and not self._watch.started
 
+    def activity(self) -> Activity | None:
+        """Return what the process has used so far; None if it has not been started, or cannot be
+        read."""
+        return self._handle.activity() if self.started else None
+
     async def prepare(self) -> None:
         """Start the process ahead of time, as a spare; returns when it has warmed up, at the lowest
         CPU priority. Raises Unavailable.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ballast.core.settings import FleetSettings
+from ballast.cluster.worker.liveness_watch import Activity
+from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
 from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
 
@@ -17,6 +18,8 @@ class WorkerLink(Protocol):
 
     @property
     def waits(self) -> bool: ...
+
+    def activity(self) -> Activity | None: ...
 
     async def prepare(self) -> None: ...
 
@@ -58,8 +61,8 @@ class WorkerSource(Protocol):
         """Return a worker to take the place of a device's worker that has ended: a spare, if one is
         ready. Raises Unavailable and OSError."""
 
-    async def prepare(self) -> None:
-        """Prepare spares where there are none."""
+    async def prepare(self, limits: ServerSettings) -> None:
+        """Keep spares from now on; those whose preparation hangs, by `limits`, are replaced."""
 
     async def close(self) -> None:
         """End what no device has taken."""
