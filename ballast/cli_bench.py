@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 
     from ballast.bench.machine_load import OtherLoad
     from ballast.bench.report import Report
+    from ballast.core.model import ModelSpec
     from ballast.core.settings import FleetSettings
+    from ballast.sim.peer_costs import PeerCosts
+    from ballast.sim.profile import DeviceProfile
 
 
 Seconds = Annotated[float, typer.Option(help="Length of the workload.")]
@@ -187,32 +191,53 @@ def profile(
             "--engine ballast-http.",
         ),
     ] = False,
+    peers: Annotated[
+        bool,
+        typer.Option(
+            "--peers",
+            help="Measure what goes on between devices as well: messages, KV that moves, lent "
+            "pages, starts of workers.",
+        ),
+    ] = False,
 ) -> None:
     """Measure what jobs of a fleet's models cost here, for simulations. Needs an idle machine."""
     from rich.console import Console
-    from rich.table import Table
 
     from ballast.bench.machine_load import OtherLoad
     from ballast.bench.progress import shown
     from ballast.cluster.machine_check import check_machine
-    from ballast.core.units import format_bytes
 
     fleet = load(fleet_file)
     check_machine(fleet)
     with importing():
         from ballast.bench.http_profile import calibrate_over_http
+        from ballast.bench.measure_peers import measure_peers
         from ballast.sim.calibrate import calibrated
         from ballast.sim.profile import profile_of
         from ballast.sim.toml_file import as_toml
 
-    with shown() as progress, OtherLoad(children=not http) as others:
+    with shown() as progress, OtherLoad(children=not (http or peers)) as others:
         found, specs = calibrated(fleet, rounds, progress=progress)
+        if peers:
+            found = replace(found, peers=measure_peers(fleet, rounds, progress))
         over = None
         if http:
             over = calibrate_over_http(fleet_file, fleet, specs, found, rounds, progress=progress)
         measured = profile_of(device, found, fleet.device, over)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(as_toml(measured, "Written by ballast profile."), encoding="utf-8")
+    console = Console()
+    _show_profile(measured, specs, console)
+    warn_if_disturbed(others, console)
+    console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
+
+
+def _show_profile(measured: DeviceProfile, specs: Sequence[ModelSpec], console: Console) -> None:
+    """Print the costs of models, of the link, of engines and between devices."""
+    from rich.table import Table
+
+    from ballast.core.units import format_bytes
+
     table = Table()
     for column in ("model", "engine", "decode step, ms", "prefill of 128 tokens, ms"):
         table.add_column(column)
@@ -221,7 +246,6 @@ def profile(
             costs = measured.served_by(name).costs(spec)
             times = (costs.base + costs.per_sequence, costs.prefill_seconds(128))
             table.add_row(spec.name, name, *(f"{1e3 * seconds:.3g}" for seconds in times))
-    console = Console()
     console.print(table)
     rates = measured.link.rates
     link = " to the device, ".join(f"{format_bytes(r)}/s" for r in (rates.to_device, rates.to_host))
@@ -230,8 +254,18 @@ def profile(
     for name, engine in measured.engines.items():
         each, answer = 1e3 * engine.overhead_seconds, 1e3 * engine.answer_seconds
         console.print(f"{name}: {each:.2g} ms more at every job, {answer:.2g} ms to an answer")
-    warn_if_disturbed(others, console)
-    console.print(f"next: ballast bench {fleet_file} --virtual --profile {to}", soft_wrap=True)
+    if measured.peers is not None:
+        console.print(_between(measured.peers.costs))
+
+
+def _between(costs: PeerCosts) -> str:
+    """Describe what goes on between devices."""
+    from ballast.core.units import format_bytes
+
+    message = f"between devices: a message {1e3 * costs.message:.2g} ms"
+    rates = f"KV {format_bytes(costs.read or 0.0)}/s read, {format_bytes(costs.home)}/s home"
+    starts = f"a worker starts in {costs.start:.2g} s with a spare, {costs.cold_start:.2g} without"
+    return f"{message}, {rates}; {starts}"
 
 
 def warn_if_disturbed(others: OtherLoad, console: Console) -> None:

@@ -26,6 +26,7 @@ The command line may import it. It imports everything but `dashboard`.
 - `inprocess`: A live device in this process, for benchmarks.
 - `kept_measurement`: What the demo measured of a fleet, kept for the next demo.
 - `machine_load`: CPU time of other processes during a measurement.
+- `measure_peers`: Costs between devices, and of workers' starts.
 - `model_sizes`: Sizes of a fleet's models for simulations.
 - `page_data`: Data from which the page's script draws.
 - `page`: Runs as one self-contained HTML page.

@@ -38,6 +38,7 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `no_bytes`: Stand-ins for memory and host tier that hold no bytes.
 - `operator_orders`: Orders of operators in virtual time.
 - `page_costs`: Charge a simulated loop for mapping and unmapping pages.
+- `peer_costs`: Costs between devices, and of workers' starts.
 - `placement_answers`: Solve placement problems given in JSON (`ballast place`).
 - `roles`: Roles of devices, and devices as replicas for a request.
 - `profile_tables`: The tables of a profile's file.

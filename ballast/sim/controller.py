@@ -32,7 +32,7 @@ from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.replica_choice import for_prefill
 from ballast.sim.device import SimDevice
 from ballast.sim.fleet_device import GONE, CostsOn, SimFleetDevice, settings_of
-from ballast.sim.lending import WAY, SimLeases
+from ballast.sim.lending import SimLeases
 from ballast.sim.migration import Homes, SimMigrations
 from ballast.sim.operator_orders import TimedOrder
 from ballast.sim.roles import replica_of
@@ -165,7 +165,8 @@ class SimController(OrderDriver[SimFleetDevice]):
                 device.advance(now)
             if self.due <= now:
                 self.look(now)
-        return now + 2 * WAY if self.migrations else now  # what has just left arrives within `WAY`
+        way = max((each.way for each in self.migrations), default=0.0)
+        return now + 2 * way  # what has just left arrives within a message's time
 
     @property
     def _moves(self) -> bool:

@@ -96,6 +96,8 @@ class SimDevice:
         self.world = World() if world is None else world
         self.clock = VirtualClock()
         self._settings, self._preset, self._profile = settings, preset, profile
+        self.peers = profile.peers
+        """Costs between it and other devices."""
         self._route, self._sink, self._kv_store = route, sink, kv_store
         self._specs = {s.name: s for s in specs}
         self._costs, self._overhead = dict(profile.costs), profile.overhead

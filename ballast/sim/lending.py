@@ -1,10 +1,10 @@
 """Simulate page lending between devices of a host: the driver of `control.leases`.
 
-All devices are peers from the start; a message arrives `WAY` seconds later. KV on borrowed pages is
-read where it is: a job transfers its part of the KV that it reads over the links between the two
-devices, beside its work, and ends when both are done. Moving blocks back to the borrower's own
-pages takes its loop the time of the copy. Used by `sim.cluster`, for orders of operators and of the
-fleet policy.
+All devices are peers from the start; messages take as long as `sim.peer_costs` says. KV on borrowed
+pages is read where it is: a job transfers its part of the KV that it reads over the links between
+the two devices, beside its work, and ends when both are done. Moving blocks back to the borrower's
+own pages takes its loop the time of the copy. Used by `sim.cluster`, for orders of operators and of
+the fleet policy.
 """
 
 from __future__ import annotations
@@ -48,15 +48,9 @@ from ballast.core.lease import (
 from ballast.sim.device import SimDevice
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import Stream
+from ballast.sim.peer_costs import WorkerStarts, slowest
 from ballast.sim.topology import HostPlace, PeerLinks
 from ballast.sim.world import World
-
-WAY = 3e-4
-"""Delay of a message between devices, in seconds: half of a recall as measured live, including a
-message each way and the unmapping between them."""
-START_SECONDS = 2.0
-"""Time from the end of a killed worker until its successor serves; an assumption: a spare process
-stands ready, and the weights are in host memory still."""
 
 
 class SimLeases:
@@ -68,6 +62,8 @@ class SimLeases:
         self._devices = {name: device for name, (device, _) in devices.items()}
         self._places = {name: place for name, (_, place) in devices.items()}
         self._agenda, self._fluid = world.agenda, world.fluid
+        self._costs = slowest(device.peers for device in self._devices.values())
+        self._starts = WorkerStarts(self._costs)
         self._machine = Leases(self)
         self._numbers = itertools.count(1)
         self._ended: dict[int, Callable[[CommandOutcome], object]] = {}
@@ -114,9 +110,9 @@ class SimLeases:
         """Time before which no message that has not been sent yet can reach a device; `near`: the
         earliest next turn of any other device."""
         if self._ended or self._machine.due < inf or self._machine.standing:
-            return near + WAY
+            return near + self._costs.message
         if any(d.state.lending.lent or d.state.lending.borrowed for d in self._devices.values()):
-            return near + WAY
+            return near + self._costs.message
         return inf
 
     # -- `LendingDevices` -------------------------------------------------------------------------
@@ -145,7 +141,8 @@ class SimLeases:
                     path = there.to_peer(place)
                     streams[other] = Stream(device.link, self._fluid, path)
                     rate = min(rate, *(side.capacity for side in path))
-        device.state.lending.bytes_per_second = device.moves.bytes_per_second = rate
+        device.state.lending.bytes_per_second = rate
+        device.moves.bytes_per_second = min(rate, device.peers.home)
         if streams:
             device.borrows_over(partial(SimBorrowed, device, streams))
 
@@ -165,7 +162,7 @@ class SimLeases:
             self._agenda.schedule(due, lambda at: self._handle(at, LookEvent()))
 
     def _do(self, now: float, instruction: LeaseInstruction) -> None:
-        at = now + WAY
+        at = now + self._costs.message
         match instruction:
             case IntroducePeer(device, peer, epoch, _):
                 exported = self._devices[peer].state.pool.vm.export(())
@@ -179,7 +176,8 @@ class SimLeases:
             case KillWorker(device, _):
                 self._agenda.schedule(at, partial(self._kill, device))
             case ReplaceWorker(device):
-                self._agenda.schedule(now + START_SECONDS, partial(self._restart, device))
+                starts = now + self._starts.seconds(now)
+                self._agenda.schedule(starts, partial(self._restart, device))
             case OrderDevice(number, device, command, by):
                 answered = partial(self._answered, number, device)
                 self._devices[device].order(at, f"lending-{number}", command, answered, by)
@@ -202,6 +200,7 @@ class SimLeases:
 
     def _restart(self, device: str, now: float) -> None:
         self._devices[device].restart(now)
+        self._starts.served(now)
         self._handle(now, MemoryOpenedEvent(device, device))
 
 

@@ -11,6 +11,7 @@ from ballast.core.model import ModelSpec
 from ballast.sim.in_place import InPlaceMachine
 from ballast.sim.job_spread import NONE, JobSpread
 from ballast.sim.page_costs import PageCosts
+from ballast.sim.peer_costs import ASSUMED, PeerCosts
 
 PAUSE = 5e-3
 """Seconds without work beyond which a job comes after a pause; from 20 ms on pauses are alike."""
@@ -63,6 +64,8 @@ class MachineProfile:
     spread: JobSpread = NONE
     early: bool = False
     """Whether a model's first job begins while its last layers arrive (`engine.head_start`)."""
+    peers: PeerCosts = ASSUMED
+    """Costs between this device and others of its server."""
     in_place: InPlaceMachine | None = field(default=None, compare=False)
     """How passes read weights in host memory; None: host memory is the device's memory."""
 

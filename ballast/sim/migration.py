@@ -29,7 +29,7 @@ from ballast.control.migration_events import (
 from ballast.control.migrations import Migrations
 from ballast.core.actions import ActivateCommand
 from ballast.core.event import ArrivalEvent, CancelEvent, Output, TokenOutput
-from ballast.core.link import Direction
+from ballast.core.link import Direction, LinkRates
 from ballast.core.migration import KvReadEvent, MigrationAnswer, Piece
 from ballast.core.order import MoveRequests
 from ballast.core.request import Request, RequestState, Submission
@@ -38,8 +38,9 @@ from ballast.core.view import Residency
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.replica_choice import for_decode, for_prefill
 from ballast.sim.device import SimDevice
-from ballast.sim.lending import WAY
+from ballast.sim.fluid import Wire
 from ballast.sim.link import Stream
+from ballast.sim.peer_costs import slowest
 from ballast.sim.roles import replica_of, role_of
 from ballast.sim.topology import HostPlace, PeerLinks
 
@@ -72,6 +73,8 @@ class SimMigrations:
         self._hands_over = any(role_of(d) is Role.PREFILL for d in self._devices.values())
         (world,) = {place.host.world for _, place in devices.values()}
         self._agenda = world.agenda
+        self.way = slowest(device.peers for device in self._devices.values()).message
+        """Seconds of a message from device to device."""
         self._looks_at = 0.0
         """Time of the last `LookEvent` that has been scheduled."""
         for name, (device, place) in devices.items():
@@ -129,7 +132,7 @@ class SimMigrations:
         """Time before which no message that has not been sent yet can reach a device; `near`: the
         earliest next turn of any other device."""
         may_send = self._machine.busy or self._hands_over
-        return near + WAY if may_send else float("inf")
+        return near + self.way if may_send else float("inf")
 
     # -- `Devices` --------------------------------------------------------------------------------
 
@@ -202,14 +205,16 @@ class SimMigrations:
             self._agenda.schedule(due, lambda at: self._handle(at, LookEvent()))
 
     def _do(self, now: float, instruction: Instruction) -> None:
-        at = now + WAY
+        at = now + self.way
         match instruction:
             case SendStep(device, step):
                 self._devices[device].receive(at, step)
             case OrderActivation(device, model, why):
                 answered = partial(self._activated, device, model)
                 id = f"migration-{next(self._numbers)}"
-                self._devices[device].order(at + WAY, id, ActivateCommand(model, why), answered)
+                self._devices[device].order(
+                    at + self.way, id, ActivateCommand(model, why), answered
+                )
             case MarkDeparting(source, request_id):
                 self._departing[request_id] = self._devices[source].state.requests[request_id]
             case ContinueRequest():
@@ -236,13 +241,17 @@ def _streams(
     place: HostPlace,
     devices: Mapping[str, tuple[SimDevice, HostPlace]],
 ) -> dict[str, Stream]:
-    """Return the stream over which a device reads the KV of each other one."""
-    streams = {}
+    """Return the stream over which a device reads the KV of each other one. Where they are joined
+    by memory, all have one, as one thread reads."""
+    streams, memory, read = {}, None, device.peers.read
+    if read is not None:
+        wire = Wire(LinkRates.even(read))
+        memory = Stream(device.link, place.host.world.fluid, [wire.side(Direction.TO_DEVICE)])
     for other, (_, there) in devices.items():
         if other == name:
             continue
         if place.host.joints.peers is PeerLinks.MEMORY:
-            streams[other] = device.link.stream("kv", Direction.TO_DEVICE)
+            streams[other] = memory or device.link.stream("kv", Direction.TO_DEVICE)
         else:
             streams[other] = Stream(device.link, place.host.world.fluid, there.to_peer(place))
     return streams

@@ -29,6 +29,10 @@ class PageCosts:
     beside: float = 0.0
     """Further seconds per page of an activation, beyond mapping and copying; the loop continues
     meanwhile."""
+    borrow: float | None = None
+    """Seconds of the loop to map a borrowed page; None: as `map`."""
+    give_back: float | None = None
+    """Seconds of the loop to unmap a borrowed page; None: as `unmap`."""
     kv: bool = True
     """Whether pages of KV that lies in a range of its own cost the same. False: job costs include
     it."""
@@ -92,11 +96,14 @@ class TimedVm(NullVm):
 
     def enter(self, pages: Sequence[int]) -> None:
         super().enter(pages)
-        self._loop.spend(len(pages) * self._costs.map)
+        costs = self._costs
+        self._loop.spend(len(pages) * (costs.map if costs.borrow is None else costs.borrow))
 
     def leave(self, pages: Sequence[int]) -> None:
         super().leave(pages)
-        self._loop.spend(len(pages) * self._costs.unmap)
+        costs = self._costs
+        each = costs.unmap if costs.give_back is None else costs.give_back
+        self._loop.spend(len(pages) * each)
 
     def _spend(self, range: Range, seconds: float) -> None:
         if seconds and (self._costs.kv or not self._is_kv[range.base]):

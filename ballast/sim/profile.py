@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -29,6 +29,7 @@ from ballast.sim.in_place import InPlaceMachine
 from ballast.sim.job_spread import JobSpread
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue, facts, shape_of
+from ballast.sim.peer_costs import ASSUMED
 from ballast.sim.profile_tables import (
     CostCoefficients,
     EngineProfile,
@@ -39,6 +40,7 @@ from ballast.sim.profile_tables import (
     MeasuredModel,
     MeasurementSource,
     PageCallCosts,
+    PeerProfile,
 )
 from ballast.sim.roofline import AllReduce, Hardware, KernelReach, Sizes, roofline, step_costs
 from ballast.sim.toml_file import NotNegative, read_keys
@@ -69,6 +71,8 @@ class DeviceProfile(Keys):
     link: LinkProfile
     pages: PageCallCosts | None = None
     """Costs of mapping calls in the loop's time, a part of `page_seconds`; None: no such costs."""
+    peers: PeerProfile | None = None
+    """Costs between devices of one server; None: assumptions."""
     served: MeasuredDevice | None = None
     """Without it, and with `hardware`, a cluster's devices are as `sim.cluster` says."""
     hardware: Hardware | None = None
@@ -171,6 +175,10 @@ class DeviceProfile(Keys):
     def of(self, specs: Iterable[ModelSpec]) -> MachineProfile:
         """Return the machine profile of one device of this kind that serves `specs`."""
         engine = self.serving
+        peers = ASSUMED if self.peers is None else self.peers.costs
+        pages = None if self.pages is None else self.pages.costs
+        if pages is not None:
+            pages = replace(pages, borrow=peers.borrow, give_back=peers.give_back)
         return MachineProfile(
             costs={spec.name: self.costs(spec) for spec in specs},
             link=self.link.rates,
@@ -187,7 +195,8 @@ class DeviceProfile(Keys):
             page_seconds=self.page_seconds,
             reach=self.lane_reach,
             ahead=0 if engine.host is None else engine.host.steps_ahead,
-            pages=None if self.pages is None else self.pages.costs,
+            pages=pages,
+            peers=peers,
             copies_slow=self.copies_slow,
             spread=JobSpread(quantiles=tuple(engine.spread)),
             early=self.early_jobs,
@@ -310,6 +319,7 @@ def profile_of(
         link=LinkProfile(**asdict(measured.link), source="calibrate"),
         page_seconds=measured.page_seconds,
         pages=pages,
+        peers=None if measured.peers is ASSUMED else PeerProfile.of(measured.peers),
         lane_reach=measured.reach,
         copies_slow=measured.copies_slow,
         early_jobs=measured.early,

@@ -11,6 +11,7 @@ from ballast.core.link import LinkRates
 from ballast.fleet.field_types import Name, Positive
 from ballast.fleet.schema import Keys
 from ballast.sim.page_costs import PageCosts
+from ballast.sim.peer_costs import PeerCosts
 from ballast.sim.roofline import Derate, EngineHostCosts
 from ballast.sim.toml_file import Finite, NotNegative, Size
 
@@ -131,6 +132,52 @@ class PageCallCosts(Keys):
     def costs(self) -> PageCosts:
         return PageCosts(
             map=self.map_seconds, unmap=self.unmap_seconds, beside=self.beside_seconds, kv=self.kv
+        )
+
+
+class PeerProfile(Keys):
+    """Costs between devices of this kind on one server, as `sim.peer_costs.PeerCosts`."""
+
+    message_seconds: Positive
+    start_seconds: NotNegative
+    cold_start_seconds: NotNegative
+    prepare_seconds: NotNegative
+    read_bytes_per_second: Positive
+    home_bytes_per_second: Positive
+    borrow_seconds: NotNegative
+    """Of a page."""
+    give_back_seconds: NotNegative
+    source: str
+
+    @property
+    def costs(self) -> PeerCosts:
+        return PeerCosts(
+            message=self.message_seconds,
+            start=self.start_seconds,
+            cold_start=self.cold_start_seconds,
+            prepare=self.prepare_seconds,
+            read=self.read_bytes_per_second,
+            home=self.home_bytes_per_second,
+            borrow=self.borrow_seconds,
+            give_back=self.give_back_seconds,
+        )
+
+    @classmethod
+    def of(cls, costs: PeerCosts) -> PeerProfile:
+        """Build the table of costs that have all been measured."""
+        assert costs.read is not None
+        assert costs.borrow is not None
+        assert costs.give_back is not None
+        return cls(
+            message_seconds=costs.message,
+            start_seconds=costs.start,
+            cold_start_seconds=costs.cold_start,
+            prepare_seconds=costs.prepare,
+            read_bytes_per_second=costs.read,
+            home_bytes_per_second=costs.home,
+            borrow_seconds=costs.borrow,
+            give_back_seconds=costs.give_back,
+            source="calibrate",
         )
 
 

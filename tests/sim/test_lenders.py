@@ -16,8 +16,9 @@ from ballast.core.link import LinkRates
 from ballast.kv.layout import fitted
 from ballast.policy.presets import resolve
 from ballast.sim.device import SimDevice
-from ballast.sim.lending import WAY, SimLeases
+from ballast.sim.lending import SimLeases
 from ballast.sim.machine_profile import MachineProfile
+from ballast.sim.peer_costs import ASSUMED, PeerCosts
 from ballast.sim.topology import ClusterLinks, PeerLinks, places
 from tests.engine.fresh import check_views
 from tests.sim.test_leap import COSTS
@@ -34,14 +35,21 @@ class Pair:
     """The second device is short of memory; the first lends to it, and asks all of it back."""
 
     def __init__(
-        self, seed: int, joints: ClusterLinks, *, leaps: bool, recall: float = 60.0
+        self,
+        seed: int,
+        joints: ClusterLinks,
+        *,
+        leaps: bool,
+        recall: float = 60.0,
+        peers: PeerCosts = ASSUMED,
     ) -> None:
         self.recorded: list[tuple[str, float, Output]] = []
         self.entries: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
         self.seen: Counter[str] = Counter()
         fleet, specs, requests = conversations(seed, "swap")
         specs = [fitted(s, None, fleet.device.page_bytes) for s in specs]
-        profile = MachineProfile(costs={s.name: COSTS for s in specs}, link=LINK, overhead=3e-4)
+        costs = {s.name: COSTS for s in specs}
+        profile = MachineProfile(costs=costs, link=LINK, overhead=3e-4, peers=peers)
         at = places(joints, [(LINK, 1)] * 2)
         self.devices: dict[str, SimDevice] = {}
         for name, times, place in zip(NAMES, (3, 1), at, strict=True):
@@ -139,7 +147,7 @@ def test_a_word_takes_its_time() -> None:
     pair = Pair(0, MEMORY, leaps=True)
     ((name, at), *_) = pair.events("Lent")
     assert name == "d1"
-    assert at == pytest.approx(0.05 + 2 * WAY)  # to the lender, and on to the borrower
+    assert at == pytest.approx(0.05 + 2 * ASSUMED.message)  # to the lender, and on to the borrower
 
 
 def test_kv_on_borrowed_pages_is_read_over_the_way_between_the_devices() -> None:
@@ -169,3 +177,13 @@ def test_a_borrower_that_is_late_is_killed_and_its_successor_answers(
         assert device.state.lending.lent == device.state.lending.borrowed == {}
     again = Pair(0, joints, leaps=False, recall=0.0)
     assert by_device(again) == by_device(late)
+
+
+def test_what_a_profile_has_measured_between_devices_takes_its_time() -> None:
+    slow = PeerCosts(message=5e-3, home=1e5)
+    free, costly = Pair(1, MEMORY, leaps=True), Pair(1, MEMORY, leaps=True, peers=slow)
+    ((_, at), *_) = costly.events("Lent")
+    assert at == pytest.approx(0.05 + 2 * slow.message)
+    assert any(e["vacated"]["home"] for e in costly.entries["d1"] if "vacated" in e)
+    assert costly.recorded[-1][1] > free.recorded[-1][1]
+    assert tokens(costly) == tokens(free)

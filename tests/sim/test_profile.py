@@ -21,6 +21,7 @@ from ballast.sim.job_spread import JobSpread
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.model_catalogue import catalogue, facts
 from ballast.sim.page_costs import PageCosts
+from ballast.sim.peer_costs import PeerCosts
 from ballast.sim.profile import device_files, device_profile, profile_of
 from ballast.sim.profile_tables import MeasuredCapacity
 from ballast.sim.roofline import Sizes
@@ -194,7 +195,17 @@ def test_a_measured_machine_is_a_clusters_device(tmp_path: Path) -> None:
         switch_back=1e-4,
         turn=5e-4,
         page_seconds=1e-5,
-        pages=PageCosts(map=2e-6, unmap=8e-6, kv=False),
+        pages=PageCosts(map=2e-6, unmap=8e-6, kv=False, borrow=1e-6, give_back=3e-6),
+        peers=PeerCosts(
+            message=2e-4,
+            start=1.5,
+            cold_start=4.0,
+            prepare=6.0,
+            read=5e9,
+            home=4e9,
+            borrow=1e-6,
+            give_back=3e-6,
+        ),
         spread=JobSpread(quantiles=(0.5, 1.5)),
     )
     file = written(tmp_path, as_toml(profile_of("here", measured, served)))

@@ -15,7 +15,7 @@ from ballast.policy.presets import resolve
 from ballast.sim import controller
 from ballast.sim.cluster import Cluster, parse_kinds
 from ballast.sim.cluster_files import ClusterFiles, GivenHomes
-from ballast.sim.lending import WAY
+from ballast.sim.peer_costs import ASSUMED
 from ballast.sim.topology import APART, ClusterLinks, PeerLinks
 from tests.sim.test_cluster import spec
 
@@ -158,7 +158,7 @@ def test_roles_that_no_request_could_follow_are_refused(
 def test_a_request_that_is_on_its_way_when_the_last_has_arrived_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(controller, "SETTLING", WAY / 4)
+    monkeypatch.setattr(controller, "SETTLING", ASSUMED.message / 4)
     warming, last = (
         Submission(
             id=f"{at:g}",
