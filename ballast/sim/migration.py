@@ -243,7 +243,9 @@ def _streams(
 ) -> dict[str, Stream]:
     """Return the stream over which a device reads the KV of each other one. Where they are joined
     by memory, all have one, as one thread reads."""
-    streams, memory, read = {}, None, device.peers.read
+    streams: dict[str, Stream] = {}
+    memory: Stream | None = None
+    read = device.peers.read
     if read is not None:
         wire = Wire(LinkRates.even(read))
         memory = Stream(device.link, place.host.world.fluid, [wire.side(Direction.TO_DEVICE)])

@@ -15,6 +15,7 @@ from ballast.control.spares import (
     SpareActiveEvent,
     SpareDueEvent,
     SpareEndedEvent,
+    SpareEvent,
     SparePreparedEvent,
     Spares,
     SpareWantedEvent,
@@ -91,11 +92,9 @@ def test_one_that_dies_while_it_waits_is_replaced(spares: Spares) -> None:
 
 def test_what_an_earlier_one_sends_changes_nothing(spares: Spares) -> None:
     spares.handle(IDLE, SpareDueEvent())
-    for event in (
-        SparePreparedEvent(1),
-        SpareEndedEvent(1, "killed"),
-        SpareActiveEvent(1, 2 * BUSY),
-    ):
+    late = SparePreparedEvent(1), SpareEndedEvent(1, "killed"), SpareActiveEvent(1, 2 * BUSY)
+    events: tuple[SpareEvent, ...] = late
+    for event in events:
         assert spares.handle(IDLE, event) == []
         assert spares.ready is None
 
