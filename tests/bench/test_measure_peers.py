@@ -27,6 +27,6 @@ def test_starts_and_messages_of_worker_processes() -> None:
 
 
 def test_gpus_are_not_measured() -> None:
-    gpu = FleetSettings(models=(), device=DeviceSettings(budget_bytes=2**30, gpu=0))
+    gpu = FleetSettings(models=(), device=DeviceSettings(name="cuda:0", budget_bytes=2**30))
     with pytest.raises(ConfigError, match="CPU devices"):
         measure_peers(gpu)
