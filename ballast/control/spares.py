@@ -1,7 +1,8 @@
 """Keep one prepared worker process in reserve on a host: start it, give it up, start another.
 
 A pure state machine, `handle(now, event) -> instructions`, without processes or clocks. The server
-drives it (`cluster.worker.spare_worker`), and `benchmarks.fault_spares` in virtual time.
+drives it (`cluster.worker.spare_worker`), and in virtual time `sim.peer_costs` and
+`benchmarks.fault_spares`.
 
 A spare is prepared at the lowest priority, which takes minutes on a busy host. So it is not the
 time of a clock that shows a hang: a spare that does nothing for `idle_seconds` while it is prepared

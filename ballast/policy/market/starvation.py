@@ -28,7 +28,7 @@ def owes_first_token(view: DeviceView, m: ModelView) -> bool:
 def owes_at(m: ModelView) -> float:
     """Return when a model will owe a first token, if nothing is done until then; inf: it runs, or
     all of its requests have had one."""
-    return max(m.derived(last_served), m.derived(_first_unserved)) + LONGEST_WAIT
+    return max(m.derived(last_served), m.derived(unserved_since)) + LONGEST_WAIT
 
 
 def next_owed(view: DeviceView) -> float | None:
@@ -48,15 +48,10 @@ def last_served(m: ModelView) -> float:
     if m.running or not m.waiting:
         return math.inf
     served = (r.last for r in m.waiting if r.first is not None)
-    return max(served, default=m.derived(_first_unserved))
+    return max(served, default=m.derived(unserved_since))
 
 
 def unserved_since(m: ModelView) -> float:
     """Return when the first of a model's requests without a token came, waiting and running ones;
     inf: all have had one."""
     return min((r.last for r in (*m.running, *m.waiting) if r.first is None), default=math.inf)
-
-
-def _first_unserved(m: ModelView) -> float:
-    """Return when the first of a model's waiting requests without a token came; inf: none waits."""
-    return min((r.last for r in m.waiting if r.first is None), default=math.inf)

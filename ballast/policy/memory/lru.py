@@ -48,8 +48,7 @@ class LeastRecentlyUsed(MemoryPolicy):
     been loaded for longest, and for at least `quantum` seconds, admits no more requests, finishes
     its running ones, and is evicted; at once, if the absent model owes a first token
     (`starvation.owes_first_token`) to a request that came before all to which the loaded one owes
-    one. Within its reservation a model preempts its own youngest
-    request.
+    one. Within its reservation a model preempts its own youngest request.
     """
 
     parallel: float = 4
@@ -190,7 +189,7 @@ def _evictable(m: ModelView) -> bool:
 def _after(m: ModelView, heir: ModelView) -> bool:
     """Whether all requests to which a model owes a first token came after the first of `heir`'s: of
     two models that evicted each other at once, none would ever end a prompt."""
-    return unserved_since(m) > unserved_since(heir)
+    return m.derived(unserved_since) > heir.derived(unserved_since)
 
 
 def _idle_by_last_use(view: DeviceView) -> list[ModelView]:
