@@ -46,6 +46,7 @@ NAME = "ballast-zygote"
 _LENGTH = struct.Struct("<Q")
 _WARM_UP = b""
 """Message that asks for no call."""
+_POLL_SECONDS = 1e-3
 _MOST_BYTES = 1 << 30
 """Most bytes of an encoded result; a checkpoint's headers have at most a tenth of that."""
 
@@ -76,8 +77,8 @@ class Zygote:
         `confined` False: for calls that read nothing that others have written, and write files.
         `warm_up` runs in the zygote before its first call, whose children have what it imports.
 
-        Other threads of this process must be waiting, not computing: the zygote has none of them,
-        and a lock that one of them holds stays held there.
+        Other threads of this process must be waiting, not computing nor ending (`wait_for_exit`):
+        the zygote has none of them, and a lock that one of them holds stays held there.
         """
         limits = limits or Limits()
         ours, theirs = socket.socketpair()
@@ -119,6 +120,18 @@ class Zygote:
 
     def __exit__(self, *unused: object) -> None:
         self.close()
+
+
+def wait_for_exit(thread: threading.Thread) -> None:
+    """Return once a thread that has been started has ended for the kernel as well.
+
+    `join` returns before: what libraries do at a thread's end comes after Python's part of it. MKL
+    frees the thread's buffers then under a lock, for which a process that was forked meanwhile
+    spins for ever at its first matrix product.
+    """
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        time.sleep(_POLL_SECONDS)
 
 
 # -- messages -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -23,7 +24,7 @@ from ballast.core.errors import (
 from ballast.core.units import MiB
 from ballast.isolation.calls import Here
 from ballast.isolation.limits import Limits
-from ballast.isolation.zygote import Zygote
+from ballast.isolation.zygote import Zygote, wait_for_exit
 
 LIMITS = Limits(memory_bytes=256 * MiB, cpu_seconds=1, seconds=240.0)
 
@@ -103,6 +104,21 @@ def test_faults_end_alone_and_say_why(what: str, zygote: Zygote) -> None:
     if isinstance(raised.value, ConfigError):
         assert (raised.value.key, raised.value.allowed) == ("dtype", "allowed: auto")
     assert zygote.call(find, "/", Found).numbers == (1, 2, 3)
+
+
+def test_a_thread_has_ended_once_what_libraries_do_at_its_end_is_done() -> None:
+    """MKL takes a lock then, which a process forked meanwhile would find held for ever."""
+    libc = ctypes.CDLL(None)
+    key = ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+
+    def ends_late() -> None:
+        libc.pthread_setspecific(key, ctypes.c_void_p(300_000))  # microseconds, for `usleep`
+
+    thread = threading.Thread(target=ends_late)
+    thread.start()
+    wait_for_exit(thread)
+    assert not Path(f"/proc/self/task/{thread.native_id}").exists()
 
 
 def test_a_call_that_waits_ends_by_the_clock() -> None:

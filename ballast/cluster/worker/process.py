@@ -33,6 +33,7 @@ from ballast.cluster.worker.worker import Worker
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.isolation.confinement import confine_worker
 from ballast.isolation.orphan import die_with
+from ballast.isolation.zygote import wait_for_exit
 from ballast.transport.curve import CurveClient, read_keys
 from ballast.transport.page_descriptors import fetch_pages
 from ballast.transport.sockets import WorkerSocket
@@ -60,9 +61,10 @@ def live_device(
     from ballast.weights.findings import Findings, RememberingIsolation
     from ballast.weights.manifest import fork_zygote
 
-    # Nothing runs yet: the other threads only wait for messages, and the zygote shares no state
-    # with them. It ends with this process. What reading checkpoints needs beside PyTorch takes
-    # seconds to import: it does so alone, and only if there is something to read.
+    # Nothing runs yet: the thread that imported has ended, the others only wait for messages, and
+    # the zygote shares no state with them. It ends with this process. What reading checkpoints
+    # needs beside PyTorch takes seconds to import: it does so alone, and only if there is something
+    # to read.
     zygote = fork_zygote()
     findings = Findings.of_user()
     if findings is None or findings.is_empty:
@@ -156,7 +158,8 @@ def main(
         if make_device is live_device:
             ahead = threading.Thread(target=import_ahead, name="imports", daemon=True)
             ahead.start()
-            make_device = partial(live_device, kv_fd=arguments.kv, imported=ahead.join)
+            imported = partial(wait_for_exit, ahead)
+            make_device = partial(live_device, kv_fd=arguments.kv, imported=imported)
         worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
         code = worker.run()
     logging.shutdown()
