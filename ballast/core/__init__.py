@@ -41,6 +41,7 @@ clock.
 - `settings`: Frozen settings of a fleet, its devices, models and server.
 - `spacing`: Layers evenly spaced on a circle (MIRAGE, 5.4).
 - `story`: The recorded events and decisions of a device, in order, with their times.
+- `story_requests`: Numbers and block digests of a story's requests, in place of ids and tokens.
 - `token_bucket`: Rates per minute, with bursts: quotas and budgets of API keys.
 - `traffic`: Arrival rates and token counts of one model's recent requests.
 - `units`: Sizes in bytes: constants, parsing and formatting.

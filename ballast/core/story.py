@@ -9,14 +9,12 @@ ended, decisions and jobs. Never records token ids.
 from __future__ import annotations
 
 import dataclasses
-from base64 import b64encode
 from collections import UserString, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import inf
 
 from ballast.core.actions import Action, LoopCommand, Promise
-from ballast.core.chains import Chain, digest
 from ballast.core.entries import (
     ModelEntry,
     Sink,
@@ -27,22 +25,12 @@ from ballast.core.entries import (
     describe_action,
     describe_lease,
 )
-from ballast.core.event import (
-    ArrivalEvent,
-    CancelledOutput,
-    Event,
-    FailedOutput,
-    FinishedOutput,
-    Output,
-    TokenOutput,
-)
+from ballast.core.event import ArrivalEvent, Event, Output
 from ballast.core.job import Job
 from ballast.core.lease import Lease
 from ballast.core.migration import ImportKvEvent
-from ballast.core.model import ModelSpec
-from ballast.core.request import Request, Submission
-
-_End = FinishedOutput | FailedOutput | CancelledOutput
+from ballast.core.request import Request
+from ballast.core.story_requests import StoryRequests
 
 
 class Story:
@@ -65,20 +53,13 @@ class Story:
         self._new_decisions: deque[StoryEntry] = deque(maxlen=keep)
         """Decisions that `take_decisions` has not returned yet."""
         self._sink = sink
-        self._key = key
         self.began, self.overhead = began, overhead
         self._turn: list[StoryEntry] = []
         """Entries of the present turn, which `sink` has not received yet."""
         self._turns = 0
         self._last: StoryEntry = {}
         self._links: tuple[float, float | None] = (0.0, None)
-        self._arrivals = 0
-        self._open: dict[str, tuple[int, Chain | None]] = {}
-        """For each open request by id: its number, and its digest chain if prefixes are cached."""
-        self._named: dict[str, tuple[str, int]] = {}
-        """For each model and adapter by name: its fingerprint, and the tokens in a block."""
-        self._prefixes = False
-        """Whether the device has a prefix cache."""
+        self._requests = StoryRequests(key)
 
     @property
     def whole(self) -> bool:
@@ -88,9 +69,9 @@ class Story:
     def record_snapshot(self, at: float, snapshot: Snapshot) -> None:
         """Record the initial state of the device."""
         self._links = snapshot.link_bytes_per_second, None
-        self._prefixes = snapshot.device.prefix_cache
+        self._requests.caches_prefixes = snapshot.device.prefix_cache
         for m in snapshot.models:
-            self._names(m.spec)
+            self._requests.add_model(m.spec)
         self._append({"at": at, "snapshot": snapshot})
 
     def record_event(self, at: float, event: Event) -> None:
@@ -99,9 +80,9 @@ class Story:
         if self._sink is not None:
             entry["turn"] = self._turns
             if isinstance(event, ArrivalEvent):
-                self._arrives(entry, event.submission)
+                self._requests.add_arrival(entry, event.submission)
             elif isinstance(event, ImportKvEvent):
-                self._numbers(entry, event.wanted)
+                self._requests.number(entry, event.wanted)
         self._last = entry
         self._append(entry)
 
@@ -109,7 +90,7 @@ class Story:
         """Add to the last event the model that joins the device by it."""
         if self._sink is not None:
             self._last["joining"] = joining
-            self._names(joining.spec)
+            self._requests.add_model(joining.spec)
 
     def record_lease(self, lease: Lease) -> None:
         """Add to the last event the lease that it has made."""
@@ -124,24 +105,14 @@ class Story:
         if self._sink is None:
             return
         refused = self._last.pop("open_already", False)
-        blocks: dict[str, bytes] = {}
-        for output in outputs:
-            if type(output) is TokenOutput:
-                number, chain = self._open[output.request_id]
-                if chain is not None and (full := chain.add(output.token)):
-                    blocks[str(number)] = full
-        if blocks:
-            self._last["blocks"] = _in_base64(blocks)
-        ended = self._ended(outputs, refused)
-        if ended:
+        if blocks := self._requests.filled_by(outputs):
+            self._last["blocks"] = blocks
+        if ended := self._requests.end(outputs, refused):
             self._last["ended"] = ended
 
     def record_decision_outputs(self, at: float, outputs: Sequence[Output]) -> None:
         """Record the requests that decisions have ended."""
-        if self._sink is None:
-            return
-        ended = self._ended(outputs)
-        if ended:
+        if self._sink is not None and (ended := self._requests.end(outputs)):
             self._append({"at": at, "ended": ended})
 
     def record_job(self, at: float, job: Job) -> None:
@@ -149,8 +120,9 @@ class Story:
         if self._sink is None:
             return
         prefill, decode = [], []
+        numbered = self._requests.open
         for w in job.work:
-            number = self._open[w.request_id][0]
+            number = numbered[w.request_id][0]
             if len(w.tokens) == 1 and w.sample is not None:
                 decode.append(number)
             else:
@@ -189,13 +161,8 @@ class Story:
                 entry["jobs"] = [j.id for j in jobs]
                 if job.parts is not None:
                     entry["parts"] = [j.parts for j in jobs]
-            blocks: dict[str, bytes] = {}
-            for r in moved:
-                number, chain = self._open[r.id]
-                if chain is not None and (full := chain.push(r.tokens[chain.tokens :])):
-                    blocks[str(number)] = full
-            if blocks:
-                entry["blocks"] = _in_base64(blocks)
+            if blocks := self._requests.filled_in(moved):
+                entry["blocks"] = blocks
         self._append({"at": at, **entry})
 
     def record_link_rates(self, at: float, host: float, peers: float | None) -> None:
@@ -251,9 +218,7 @@ class Story:
         if self._sink is not None:
             entry["turn"] = self._turns
             if outputs:
-                entry["ended"] = [
-                    self._ends(output, False) for output in outputs if isinstance(output, _End)
-                ]
+                entry["ended"] = self._requests.end(outputs)
         self._append(entry)
         self.end_turn()
 
@@ -271,83 +236,8 @@ class Story:
         if self._sink is not None:
             self._turn.append(entry)
 
-    # -- what only a replay needs -----------------------------------------------------------------
-
-    def _names(self, spec: ModelSpec) -> None:
-        for served in spec.served:
-            self._named[served.name] = served.fingerprint, spec.block_tokens
-
-    def _arrives(self, entry: StoryEntry, s: Submission) -> None:
-        """Add to an arrival's entry all other fields of the submission that affect the engine."""
-        chain = self._numbers(entry, s)
-        if s.id in self._open:
-            entry["open_already"] = True
-            entry.pop("blocks", None)
-        else:
-            self._open[s.id] = entry["n"], chain
-        entry["arrival"] = s.arrival
-        for name in ("open_ended", "priority", "prompt_logprobs", "embed"):
-            value = getattr(s, name)
-            if value or (value is not None and name == "prompt_logprobs"):
-                entry[name] = value
-        if s.sampling.grammar:
-            entry["grammar"] = True
-        if s.resumed is not None:
-            entry["resumed"] = len(s.resumed)
-            if s.age:
-                entry["age"] = s.age
-            if s.first_token_age is not None:
-                entry["first_token_age"] = s.first_token_age
-
-    def _numbers(self, entry: StoryEntry, s: Submission) -> Chain | None:
-        """Number a sequence and add its block digests to the entry; return its digest chain, None
-        if prefixes are not cached."""
-        entry["n"] = self._arrivals
-        self._arrivals += 1
-        if s.salt:
-            entry["salt"] = digest(self._key, s.salt.encode()).hex()
-        if s.tenant:
-            entry["tenant"] = digest(self._key, s.tenant.encode()).hex()
-        if not self._prefixes or s.model not in self._named:
-            return None
-        fingerprint, size = self._named[s.model]
-        chain = Chain(self._key, f"{fingerprint}:{s.salt}", size)
-        full = chain.push(s.prompt) + chain.push(s.resumed or ())
-        if full:
-            entry["blocks"] = b64encode(full).decode()
-        return chain
-
-    def _ended(self, outputs: Sequence[Output], refused: bool = False) -> list[StoryEntry]:
-        return [
-            self._ends(output, refused)
-            for output in outputs
-            if type(output) is not TokenOutput and isinstance(output, _End)
-        ]
-
-    def _ends(self, output: _End, refused: bool) -> StoryEntry:
-        """Return the entry of a request's end. `refused`: its id was in use by an open request,
-        which stays open."""
-        entry: StoryEntry = {"request": output.request_id}
-        if not refused:
-            entry["n"] = self._open.pop(output.request_id)[0]
-        if isinstance(output, FinishedOutput):
-            entry |= {
-                "finished": output.reason,
-                "output_tokens": output.output_tokens,
-                "cached_tokens": output.cached_tokens,
-                "preemptions": output.preemptions,
-            }
-        else:
-            # Not its reason, which may speak of tokens.
-            entry["failed"] = output.code if isinstance(output, FailedOutput) else "cancelled"
-        return entry
-
 
 def _with_text(entry: StoryEntry) -> StoryEntry:
     """Return a decision's entry with a reason that is plain text (`core.actions.Why`)."""
     why = entry.get("why")
     return {**entry, "why": str(why)} if isinstance(why, UserString) else entry
-
-
-def _in_base64(blocks: dict[str, bytes]) -> dict[str, str]:
-    return {number: b64encode(full).decode() for number, full in blocks.items()}
