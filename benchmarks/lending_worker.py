@@ -200,7 +200,9 @@ class Worker:
         ledger, shown = self._pool.ledger, self._vm.os_pages(self._vm.window)
         unseen = sum(shown.get(page) != page for page in self._stamps)
         away = [page for page in shown if self._is_borrowed(page)]
-        miscounted = ledger.owned(self._owner) + ledger.held(self._owner) != len(self._stamps)
+        miscounted = ledger.owned(self._owner) + ledger.holders.held(self._owner) != len(
+            self._stamps
+        )
         wrong = sum(not self._right(at) for at in self._stamps)
         wrong += sum(not self._filled(page, stamp) for page, stamp in expected)
         budget = self._pool.total * self._vm.page_bytes
@@ -208,12 +210,12 @@ class Worker:
             "corrupted": wrong,
             "disagreements": unseen
             + miscounted
-            + (len(away) != ledger.borrowed())
+            + (len(away) != ledger.borrowed.total())
             + (self._vm.physical_bytes() > budget),
             "strangers": self._strangers(),
             "free": self._pool.free,
             "lent": self._pool.ledger.owned(OWNER),
-            "borrowed": self._pool.ledger.borrowed(),
+            "borrowed": self._pool.ledger.borrowed.total(),
             "unused": self._borrower.unused,
             "own": ledger.owned(self._owner),
         }
@@ -309,7 +311,7 @@ class Worker:
     def _strangers(self) -> int:
         """Memory of others that is kept for nothing: devices on a CPU, on a GPU pages."""
         if isinstance(self._vm, CudaVm):
-            return self._vm.imported - self._pool.ledger.borrowed()
+            return self._vm.imported - self._pool.ledger.borrowed.total()
         return len(self._memories()) - 2
 
     def _memories(self) -> set[str]:

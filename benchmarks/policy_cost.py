@@ -95,7 +95,9 @@ class Overload:
     def _starve(self) -> None:
         """Nothing is free, and so many running requests lack a block."""
         pool = self.state.pool
-        pool.promise("others", pool.free + pool.ledger.reclaiming - pool.ledger.promised)
+        pool.promise(
+            "others", pool.free + pool.ledger.reclaiming - pool.ledger.reservations.promised
+        )
         models = list(self.state.models.values())
         for i in range(self.short):
             m = models[i % len(models)]

@@ -151,7 +151,7 @@ class RandomRun:
         for r in self._ranges:
             r.validate()
             result = self._pool.ledger.owned(r.owner) + self._pool.ledger.reclaiming_of(r.owner)
-            result += self._pool.ledger.held(r.owner)
+            result += self._pool.ledger.holders.held(r.owner)
             self._compare(result, r.os_backed())
         try:
             self._peer.validate()

@@ -39,7 +39,7 @@ class Promises:
     @property
     def pages(self) -> int:
         """Pages promised now."""
-        return sum(self._pool.ledger.promised_to(owner) for owner in self._owners)
+        return sum(self._pool.ledger.reservations.promised_to(owner) for owner in self._owners)
 
     def suspend(self) -> None:
         """Cancel all promises until `make`, so that a decision's actions can use the pages."""

@@ -40,7 +40,9 @@ def device_view(state: DeviceState) -> DeviceView:
         arena=state.set_aside + sum(m.kv.bounds.floor for m in models),
         free=state.pool.free,
         reclaiming=state.pool.ledger.reclaiming + deferred,
-        promised=state.pool.ledger.promised - state.promises.pages + state.pool.ledger.kept,
+        promised=state.pool.ledger.reservations.promised
+        - state.promises.pages
+        + state.pool.ledger.reservations.kept,
         link_bytes_per_second=state.link_bytes_per_second,
         models=tuple(m.view for m in models),
         shortages=tuple(s for m in models if m.shortages for s in _shortages(m)),

@@ -239,11 +239,11 @@ class PageBacking(Backing):
             raise BrokenPromise(
                 f"{self.owner}: {self.pages} pages, the pool counts {ledger.owned(self.owner)}"
             )
-        if not self.abroad <= backed or len(self.abroad) != ledger.held(self.owner):
+        if not self.abroad <= backed or len(self.abroad) != ledger.holders.held(self.owner):
             raise BrokenPromise(f"{self.owner}: {len(self.abroad)} pages are borrowed")
         for page in (*backed, *self.slots):
             abroad = page in self.abroad
-            if (self.owner in ledger.holders_of(page)) != abroad or (
+            if (self.owner in ledger.holders.of(page)) != abroad or (
                 not abroad and ledger.owner_of(page) != self.owner
             ):
                 raise BrokenPromise(f"{self.owner}: page {page} is {ledger.owner_of(page)}'s")

@@ -13,13 +13,15 @@ carries out and chooses nothing.
 - `host_cells`: Cells of a memfd that all workers map: memory of the KV host tier.
 - `host_memory`: Installed and available memory of this machine.
 - `huge_pages`: Transparent huge pages of shared memory: check and request them.
-- `ledger`: Owner, holders and promises of each page.
+- `ledger`: Owner and holders of each page, and what is reserved for each owner.
 - `lending`: Package: pages lent to other devices, and borrowed from them.
 - `mapping_table`: Pages by range and index; every call of a vm is checked against it.
 - `memfd`: A device's memory as a sealed memfd.
+- `page_holders`: Which owners use pages of others.
 - `peer_reader`: Reads of another process's pages, for requests that migrate.
 - `pool`: All pages of one device: allocate, free, promise, fence.
 - `range`: A reserved virtual address range, backed by pages where needed.
+- `reservations`: Pages promised or guaranteed to owners before they allocate them.
 - `reserve`: A background thread that populates free pages ahead of need.
 - `runs`: A set of page numbers kept as runs of neighbours.
 - `share`: Send pages to another process, as file descriptors.

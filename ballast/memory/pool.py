@@ -87,7 +87,7 @@ class Pool:
         """
         if n < 0:
             raise BrokenPromise(f"{owner} allocates {n} pages")
-        promised = self.ledger.promised_to(owner)
+        promised = self.ledger.reservations.promised_to(owner)
         with self._ledger_lock:
             picked = self._pick(owner, n, bare, near)
         if picked is None:
@@ -151,7 +151,7 @@ class Pool:
     def guarantee(self, owner: str, n: int) -> None:
         """Keep what `owner` lacks of `n` pages from all others (`Ledger.guarantee`)."""
         with self._ledger_lock:
-            changed = self.ledger.guarantee(owner, n)
+            changed = self.ledger.reservations.guarantee(owner, n)
         self.freed.n += changed
 
     def promise(self, owner: str, n: int) -> Short | None:
@@ -163,12 +163,12 @@ class Pool:
         """Cancel all that is promised to `owner`, until it is promised anew; returns the number of
         pages. It does not count as `freed`."""
         with self._ledger_lock:
-            return self.ledger.cancel_promise(owner)
+            return self.ledger.reservations.cancel(owner)
 
     def replace_promise(self, owner: str, n: int) -> Short | None:
         """Reserve `n` pages for `owner` in place of those that were, or change nothing."""
         with self._ledger_lock:
-            before = self.ledger.cancel_promise(owner)
+            before = self.ledger.reservations.cancel(owner)
             short = self.ledger.promise(owner, n)
             if short is not None:
                 self.ledger.promise(owner, before)
@@ -307,7 +307,7 @@ class Pool:
         with self._ledger_lock:
             self.ledger.give_back(owner, pages)
             self._free(owner, pages)
-            self.ledger.promise(owner, promised - self.ledger.promised_to(owner))
+            self.ledger.promise(owner, promised - self.ledger.reservations.promised_to(owner))
 
     def _end(self, entry: _Reclaim) -> None:
         if entry.release is not None:

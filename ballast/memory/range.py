@@ -65,7 +65,7 @@ class BackedRange:
     @property
     def kept_pages(self) -> int:
         """Pages that are guaranteed to its owner, and that it does not have yet."""
-        return self._pool.ledger.kept_for(self.owner)
+        return self._pool.ledger.reservations.kept_for(self.owner)
 
     @property
     def range(self) -> Range:
@@ -245,7 +245,7 @@ class BackedRange:
         if counts != (self.backed, self.aliased, self.leaving, self.on_host):
             raise BrokenPromise(f"{self.owner}: slots say {counts}")
         for page in others:
-            if self.owner not in self._pool.ledger.holders_of(page):
+            if self.owner not in self._pool.ledger.holders.of(page):
                 raise BrokenPromise(
                     f"{self.owner}: page {page} is {self._pool.ledger.owner_of(page)}'s"
                 )

@@ -214,7 +214,10 @@ def fit(pool: Pool, needs: Iterable[tuple[DecodeBatch, int]]) -> bool:
         limit = inf if kv.bounds.most is None else kv.bounds.most - kv.pages
         pages += most if most <= limit else limit if within else inf
         covered = covered and within
-    return covered or pages <= pool.free - pool.ledger.promised - pool.ledger.kept
+    return (
+        covered
+        or pages <= pool.free - pool.ledger.reservations.promised - pool.ledger.reservations.kept
+    )
 
 
 def _admits_nobody(m: ModelState, state: DeviceState, prompts: bool) -> bool:

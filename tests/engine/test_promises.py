@@ -38,13 +38,19 @@ def test_what_is_promised_is_filled_in_order_as_pages_become_free() -> None:
     a, b = (state.models[name] for name in "ab")
     taken = take_all_but(state, 12)
     state.promises.make([Promise("a", 10, 5), Promise("b", 0, 4)], state.models)
-    aside = [state.pool.ledger.promised_to(o) for o in (a.weights.owner, a.kv.owner, b.kv.owner)]
+    aside = [
+        state.pool.ledger.reservations.promised_to(o)
+        for o in (a.weights.owner, a.kv.owner, b.kv.owner)
+    ]
     assert aside == [10, 2, 0]
     assert state.promises.pages == 12
     assert state.pool.available(b.kv.owner) == 0
     state.pool.give_back("other", taken[:4])
     state.promises.fill()
-    aside = [state.pool.ledger.promised_to(o) for o in (a.weights.owner, a.kv.owner, b.kv.owner)]
+    aside = [
+        state.pool.ledger.reservations.promised_to(o)
+        for o in (a.weights.owner, a.kv.owner, b.kv.owner)
+    ]
     assert aside == [10, 5, 1]
     view = device_view(state)
     assert (view.free, view.promised) == (16, 0), "a policy states its own promises anew"
@@ -58,9 +64,13 @@ def test_what_a_model_has_taken_is_not_set_aside_again() -> None:
     state.promises.make([Promise("a", 0, 6)], state.models)
     assert a.kv.grow([], 64 * 4) is None
     state.promises.fill()
-    assert state.pool.ledger.promised_to(a.kv.owner) == 2
+    assert state.pool.ledger.reservations.promised_to(a.kv.owner) == 2
     state.promises.withdraw()
-    assert (state.promises.stated, state.promises.pages, state.pool.ledger.promised) == ((), 0, 0)
+    assert (
+        state.promises.stated,
+        state.promises.pages,
+        state.pool.ledger.reservations.promised,
+    ) == ((), 0, 0)
     state.pool.validate()
 
 
@@ -70,8 +80,8 @@ def test_a_promise_for_weights_is_void_once_they_are_there() -> None:
     assert a.weights.activate(1) is None
     a.life.activate(1)
     state.promises.make([Promise("a", 10, 3)], state.models)
-    assert state.pool.ledger.promised_to(a.weights.owner) == 0
-    assert state.pool.ledger.promised_to(a.kv.owner) == 3
+    assert state.pool.ledger.reservations.promised_to(a.weights.owner) == 0
+    assert state.pool.ledger.reservations.promised_to(a.kv.owner) == 3
 
 
 def test_promises_to_models_that_are_gone_are_left_out() -> None:

@@ -232,7 +232,9 @@ def validate_live(server: InProcess) -> None:
     state.pool.validate()
     for m in state.models.values():
         m.weights.validate()
-        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.held(m.weights.owner)
+        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.holders.held(
+            m.weights.owner
+        )
         assert m.weights.range.os_backed() == mapped
 
 

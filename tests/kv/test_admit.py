@@ -28,7 +28,7 @@ def books(kv: KvCache, pool: Pool) -> object:
         kv.pages,
         pool.ledger.owners(),
         pool.free,
-        pool.ledger.promised,
+        pool.ledger.reservations.promised,
     )
 
 

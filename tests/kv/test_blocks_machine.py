@@ -392,7 +392,7 @@ class Machine(RuleBasedStateMachine):
         self.borrower.validate()
         assert self.kv.book.backing.os_backed() == self.backed
         assert self.borrower.in_use == self.kv.borrowed.pages
-        assert self.pool.ledger.borrowed() == sum(len(lease.pages) for lease in self.leases)
+        assert self.pool.ledger.borrowed.total() == sum(len(lease.pages) for lease in self.leases)
         assert self.pool.free + self.kv.pages + sum(map(len, self.others)) == self.pool.total
 
 

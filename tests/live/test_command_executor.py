@@ -94,7 +94,9 @@ def validate(server: InProcess) -> None:
         m.weights.validate()
         m.kv.validate([])
         assert m.kv.book.backing.os_backed() == state.pool.ledger.owned(m.kv.owner)
-        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.held(m.weights.owner)
+        mapped = state.pool.ledger.owned(m.weights.owner) + state.pool.ledger.holders.held(
+            m.weights.owner
+        )
         assert m.weights.range.os_backed() == mapped
 
 

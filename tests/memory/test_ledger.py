@@ -15,9 +15,10 @@ def _snapshot(book: Ledger) -> object:
     return (
         book.free,
         book.reclaiming,
-        book.promised,
+        book.reservations.promised,
+        dict(book.borrowed),
         book.owners(),
-        [(book.owner_of(p), book.holders_of(p)) for p in range(book.total)],
+        [(book.owner_of(p), book.holders.of(p)) for p in range(book.total)],
     )
 
 
@@ -43,9 +44,9 @@ def test_promises_count_reclaiming_pages_and_bind_the_others() -> None:
     assert book.available("a") == 0
     assert book.available("arena") == 2
     book.allocate("arena", [4, 5])
-    assert (book.promised_to("arena"), book.promised) == (1, 1)
-    assert book.cancel_promise("arena") == 1
-    assert book.cancel_promise("arena") == 0
+    assert (book.reservations.promised_to("arena"), book.reservations.promised) == (1, 1)
+    assert book.reservations.cancel("arena") == 1
+    assert book.reservations.cancel("arena") == 0
     book.validate()
 
 
@@ -56,7 +57,7 @@ def test_a_lease_does_not_take_what_is_promised_to_others() -> None:
         book.allocate("a", [0, 1, 2])
     book.allocate("a", [0, 1])
     book.allocate("b", [2, 3])
-    assert book.promised == 0
+    assert book.reservations.promised == 0
     book.validate()
 
 
@@ -64,7 +65,7 @@ def test_a_lent_page_stays_its_owners() -> None:
     book = Ledger(4)
     book.allocate("a", [0, 1])
     book.add_holder("a", [0], "peer")
-    assert (book.owner_of(0), book.holders_of(0), book.holders_of(1)) == ("a", ("peer",), ())
+    assert (book.owner_of(0), book.holders.of(0), book.holders.of(1)) == ("a", ("peer",), ())
     assert (book.owned("a"), book.held_of("a"), book.held_of("b")) == (2, {"peer": 1}, {})
     for attempt in (
         lambda: book.give_back("a", [0, 1]),
@@ -90,14 +91,14 @@ def test_a_page_can_have_many_holders_and_stays_until_the_last_lets_go() -> None
     book.allocate("a", [0, 1])
     for holder in ("x", "y", "x"):
         book.add_holder("a", [0], holder)
-    assert (book.holders_of(0), book.held_of("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
-    assert (book.held("x"), book.held("y"), book.held("a")) == (2, 1, 0)
+    assert (book.holders.of(0), book.held_of("a")) == (("x", "y", "x"), {"x": 2, "y": 1})
+    assert (book.holders.held("x"), book.holders.held("y"), book.holders.held("a")) == (2, 1, 0)
     for holder in ("x", "y", "x"):
         book.validate()
         with pytest.raises(BrokenPromise, match="is held by"):
             book.give_back("a", [0])
         book.remove_holder("a", [0], holder)
-    assert (book.held("x"), book.held_of("a")) == (0, {})
+    assert (book.holders.held("x"), book.held_of("a")) == (0, {})
     book.give_back("a", [0])
     book.validate()
 
@@ -152,8 +153,8 @@ def test_a_borrowed_page_has_one_owner_until_it_is_returned(
     book.borrow("peer", [4, 5])
 
     def everything() -> object:
-        pages = [(book.owner_of(p), book.holders_of(p)) for p in range(8)]
-        return _snapshot(book), pages, book.borrowed("peer"), book.borrowed()
+        pages = [(book.owner_of(p), book.holders.of(p)) for p in range(8)]
+        return _snapshot(book), pages
 
     before = everything()
     with pytest.raises(BrokenPromise):
@@ -163,7 +164,7 @@ def test_a_borrowed_page_has_one_owner_until_it_is_returned(
     book.add_holder("peer", [4], "a")
     book.remove_holder("peer", [4], "a")
     book.return_borrowed("peer", [4, 5])
-    assert (book.owner_of(4), book.borrowed()) == (None, 0)
+    assert (book.owner_of(4), book.borrowed.total()) == (None, 0)
     book.validate()
 
 
@@ -176,9 +177,10 @@ def test_validate_sees_each_kind_of_damage() -> None:
             book.validate()
 
     damaged(lambda b: setattr(b, "free", 3))
-    damaged(lambda b: setattr(b, "promised", 1))
+    damaged(lambda b: b.borrowed.update(a=1))
+    damaged(lambda b: setattr(b.reservations, "promised", 1))
     damaged(lambda b: b._owned.__setitem__(0, 1))
     damaged(lambda b: b._codes.__setitem__(0, -1))
-    damaged(lambda b: b._holders.__setitem__(3, ["peer"]))
-    damaged(lambda b: b._held.__setitem__("peer", 1))
-    damaged(lambda b: b._promises.__setitem__("x", 3))
+    damaged(lambda b: b.holders.by_page.__setitem__(3, ["peer"]))
+    damaged(lambda b: b.holders._held.__setitem__("peer", 1))
+    damaged(lambda b: b.reservations._promises.__setitem__("x", 3))

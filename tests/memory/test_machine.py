@@ -179,7 +179,7 @@ class Memory(RuleBasedStateMachine):
             counts["arena"] = self.arena.pages
         assert self.pool.ledger.owners() == counts
         assert self.pool.ledger.reclaiming == len(self.leaving)
-        assert self.pool.ledger.promised == self.promised
+        assert self.pool.ledger.reservations.promised == self.promised
         assert self.pool.free + self.pool.ledger.reclaiming + sum(counts.values()) == N_PAGES
 
     @invariant()
@@ -191,7 +191,7 @@ class Memory(RuleBasedStateMachine):
             result = (
                 self.pool.ledger.owned(owner)
                 + self.pool.ledger.reclaiming_of(owner)
-                + self.pool.ledger.held(owner)
+                + self.pool.ledger.holders.held(owner)
             )
             assert backed[owner] == result
             assert (r.backed, r.aliased) == (len(self.held[owner]), len(self._aliased(owner)))

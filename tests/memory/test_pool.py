@@ -22,7 +22,12 @@ def _lease(pool: Pool, owner: str, n: int, **options: bool) -> tuple[int, ...]:
 
 
 def _counts(pool: Pool) -> object:
-    return pool.free, pool.ledger.reclaiming, pool.ledger.promised, pool.ledger.owners()
+    return (
+        pool.free,
+        pool.ledger.reclaiming,
+        pool.ledger.reservations.promised,
+        pool.ledger.owners(),
+    )
 
 
 def test_all_or_nothing(vm: Vm) -> None:
@@ -109,7 +114,7 @@ def test_promises(vm: Vm) -> None:
     pool.reap()
     assert (pool.available("b"), pool.available("arena")) == (1, 4)
     assert len(_lease(pool, "arena", 3)) == 3
-    assert pool.ledger.promised == 0
+    assert pool.ledger.reservations.promised == 0
     assert pool.cancel_promise("arena") == 0
     pool.validate()
 
@@ -120,12 +125,16 @@ def test_hand_over_and_loans(vm: Vm) -> None:
     pool.hand_over("a", "b", pages[:1])
     assert pool.ledger.owners() == {"a": 3, "b": 1}
     pool.add_holder("a", pages[2:], "peer")
-    assert (pool.ledger.held_of("a"), pool.ledger.held("peer"), pool.ledger.owner_of(pages[2])) == (
+    assert (
+        pool.ledger.held_of("a"),
+        pool.ledger.holders.held("peer"),
+        pool.ledger.owner_of(pages[2]),
+    ) == (
         {"peer": 2},
         2,
         "a",
     )
-    assert (pool.ledger.holders_of(pages[2]), pool.ledger.holders_of(pages[1])) == (("peer",), ())
+    assert (pool.ledger.holders.of(pages[2]), pool.ledger.holders.of(pages[1])) == (("peer",), ())
     with pytest.raises(BrokenPromise, match="is held by peer"):
         pool.give_back("a", pages[2:])
     pool.remove_holder("a", pages[2:], "peer")

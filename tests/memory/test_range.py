@@ -111,7 +111,7 @@ def test_an_alias_shows_the_lenders_page_until_it_goes(memfd: MemfdVm) -> None:
     b.alias(1, a.pages(0, 2), "a")
     b.alias(3, a.pages(0, 1), "a")
     assert (array_at(b.address(1), (3 * PAGE,), "uint8") == 7).all()
-    assert (b.backed, b.aliased, b.os_backed(), pool.ledger.held("b")) == (1, 3, 4, 3)
+    assert (b.backed, b.aliased, b.os_backed(), pool.ledger.holders.held("b")) == (1, 3, 4, 3)
     for attempt in (
         lambda: a.release(0, 2),
         lambda: b.release(1, 1),

@@ -105,12 +105,12 @@ def test_a_promise_can_change_and_end_while_the_model_serves() -> None:
         return world.device._operate(0.1, Change(model="kept", **wanted))
 
     assert change(guarantee=20 * PAGE) is None
-    assert (m.kv.bounds.floor, state.pool.ledger.kept) == (10, 20)
+    assert (m.kv.bounds.floor, state.pool.ledger.reservations.kept) == (10, 20)
     assert "for weights, " in (change(guarantee=200 * PAGE) or "")
     assert m.kv.bounds.floor == 10
     assert change(guarantee=0, pinned=False, limit=12 * PAGE) is None
     assert (m.kv.bounds.floor, m.kv.bounds.cap) == (0, 2)
-    assert (m.spec.pinned, state.pool.ledger.kept) == (False, 0)
+    assert (m.spec.pinned, state.pool.ledger.reservations.kept) == (False, 0)
 
 
 def test_a_promise_that_cannot_be_kept_is_refused() -> None:

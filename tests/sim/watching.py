@@ -332,7 +332,7 @@ class Watch:
         self.seen["dropped"] += 1
         slabs = {m.name: m.slab_pages for m in view.models}
         bound = sum(3 * slabs[e["model"]] for e in drops)
-        free = state.pool.free - state.pool.ledger.promised
+        free = state.pool.free - state.pool.ledger.reservations.promised
         insist(free < bound, f"at {state.now} {free} pages lie free after", drops)
 
     @staticmethod
@@ -401,7 +401,11 @@ class Watch:
             return None
         pool, mine = state.pool, state.models[m.name]
         owners = {mine.kv.owner, mine.weights.owner}
-        free = pool.free - pool.ledger.promised + sum(map(pool.ledger.promised_to, owners))
+        free = (
+            pool.free
+            - pool.ledger.reservations.promised
+            + sum(map(pool.ledger.reservations.promised_to, owners))
+        )
         caches = sum(o.cached_pages for o in view.models) - m.first_cached_pages
         if self.pooled and self._kept(view, m):
             caches = 0
@@ -413,7 +417,7 @@ class Watch:
         if self.undoes and _overdue(view, first, self.patience):
             younger = sum(self._undone_for(view, m, first, o) for o in view.models)
         there = free + caches + idle + younger
-        aside = sum(map(pool.ledger.promised_to, owners))
+        aside = sum(map(pool.ledger.reservations.promised_to, owners))
         if lacks > there or (not absent and lacks <= aside):
             return None  # it lacks none any more: when it goes on is for the order of compute
         if not absent and self.by_deadline and lacks <= free:
@@ -443,7 +447,10 @@ class Watch:
             short = [s for s in view.shortages if s.request_id == first.id and not s.limited]
             if not short or not _overdue(view, first, 0.5):
                 continue
-            if state.pool.ledger.promised_to(state.models[v.name].kv.owner) >= short[0].pages:
+            if (
+                state.pool.ledger.reservations.promised_to(state.models[v.name].kv.owner)
+                >= short[0].pages
+            ):
                 continue  # it lacks none any more: when it goes on is for the order of compute
             found = self._overtaken.get(first.id)
             if found is None:  # what came before is not counted

@@ -117,7 +117,7 @@ class Device:
             backed = {name: m.range.os_backed() for name, m in self.models.items()}
         for name, m in self.models.items():
             m.validate()
-            result = self.pool.ledger.owned(m.owner) + self.pool.ledger.held(m.owner)
+            result = self.pool.ledger.owned(m.owner) + self.pool.ledger.holders.held(m.owner)
             assert backed[name] == result
 
     def check_bytes(self, name: str) -> None:
@@ -159,7 +159,7 @@ def test_the_second_name_of_a_model_costs_no_page_and_no_copy() -> None:
     twin = device.models["twin"]
     assert device.activate("twin") is None
     assert (twin.filled, device.link.waiting, device.pool.ledger.owners()) == (True, [], owners)
-    assert device.pool.ledger.held("weights:twin") == 5
+    assert device.pool.ledger.holders.held("weights:twin") == 5
     device.validate()
     device.models["a"].evict()
     assert device.pool.ledger.owners() == owners
@@ -261,7 +261,7 @@ def test_pages_promised_to_a_model_bring_what_it_shares() -> None:
     assert device.pool.promise("weights:a", 5) is None
     assert device.activate("twin") == Short(5)
     assert device.activate("a") is None
-    assert device.pool.ledger.promised == 0
+    assert device.pool.ledger.reservations.promised == 0
     device.validate()
 
 

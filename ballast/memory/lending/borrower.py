@@ -200,7 +200,7 @@ class Borrower:
         """
         returned: list[Lease] = []
         for peer in list(self._peers):
-            pages = [page for page in peer.due if not self._pool.ledger.holders_of(page)]
+            pages = [page for page in peer.due if not self._pool.ledger.holders.of(page)]
             if pages:
                 self._vm.leave(pages)
                 self._vm.forget(pages)
@@ -226,7 +226,7 @@ class Borrower:
             borrowed[peer.name] = borrowed.get(peer.name, 0) + len(peer.lease_of)
             free = {page for first, n in peer.unused.runs() for page in range(first, first + n)}
             for page in peer.lease_of:
-                holder, holders = self._holders.get(page), self._pool.ledger.holders_of(page)
+                holder, holders = self._holders.get(page), self._pool.ledger.holders.of(page)
                 if self._pool.ledger.owner_of(page) != peer.name:
                     raise BrokenPromise(f"page {page} is not {peer.name}'s in the ledger")
                 if holders != (() if holder is None else (holder,)):
@@ -234,9 +234,9 @@ class Borrower:
                 if (page in free) != (not holders and page not in peer.due):
                     raise BrokenPromise(f"page {page} is unused, or due, and held by {holders}")
         for name, n in borrowed.items():
-            if self._pool.ledger.borrowed(name) != n:
+            if self._pool.ledger.borrowed[name] != n:
                 raise BrokenPromise(f"leases of {name} have {n} pages, the ledger other")
-        if sum(borrowed.values()) != self._pool.ledger.borrowed():
+        if sum(borrowed.values()) != self._pool.ledger.borrowed.total():
             raise BrokenPromise("the ledger has borrowed pages that no lease has")
 
     def _peer(self, name: str, epoch: int | None = None) -> _Peer | None:

@@ -154,7 +154,7 @@ class Lender:
         ledger, pages_lent = self._pool.ledger, dict[str, int]()
         for name, peer in self._peers.items():
             for page in (page for lease in peer.leases.values() for page in lease):
-                if (ledger.owner_of(page), ledger.holders_of(page)) != (OWNER, (name,)):
+                if (ledger.owner_of(page), ledger.holders.of(page)) != (OWNER, (name,)):
                     raise BrokenPromise(f"page {page} is not lent to {name} alone")
                 pages_lent[name] = pages_lent.get(name, 0) + 1
         held, owned = ledger.held_of(OWNER), ledger.owned(OWNER)

@@ -190,7 +190,9 @@ def test_a_range_of_the_pool_over_every_failure(driver: FakeDriver) -> None:
             pool.validate()
             for r in (a, b):
                 r.validate()
-                assert r.os_backed() == pool.ledger.owned(r.owner) + pool.ledger.held(r.owner)
+                assert r.os_backed() == pool.ledger.owned(r.owner) + pool.ledger.holders.held(
+                    r.owner
+                )
         assert failed == 1
         vm.close()
 

@@ -80,14 +80,14 @@ class Device:
         self.lender.validate()
         self.borrower.validate()
         ledger = self.pool.ledger
-        assert (ledger.owned(self.holder), ledger.held(self.holder)) == (
+        assert (ledger.owned(self.holder), ledger.holders.held(self.holder)) == (
             len(self.own),
             len(self.borrowed),
         )
         shown = self.vm.os_pages(self.vm.window)
         assert all(shown[page] == page for page in (*self.own, *self.borrowed))
         away = [page for page in shown if page >= self.pool.total]
-        assert len(away) == ledger.borrowed()
+        assert len(away) == ledger.borrowed.total()
 
 
 def met(kind: Kind) -> tuple[Device, Device]:
@@ -130,7 +130,7 @@ def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
     assert b.take(2) is None
     lease = lent(a, b, 3)
     assert (a.pool.ledger.held_of(OWNER), a.pool.free, b.pool.free) == ({"b": 3}, 5, 6)
-    assert (b.borrower.unused, b.pool.ledger.borrowed("a"), b.pool.ledger.owners()) == (
+    assert (b.borrower.unused, b.pool.ledger.borrowed["a"], b.pool.ledger.owners()) == (
         3,
         3,
         {"kv": 2},
@@ -153,7 +153,7 @@ def test_lend_use_recall(pair: tuple[Device, Device]) -> None:
     b.free(2)
     (rest,) = b.borrower.settle()
     assert a.lender.returned(rest) is None
-    assert (a.pool.free, a.lender.leases("b"), b.pool.ledger.borrowed()) == (8, (), 0)
+    assert (a.pool.free, a.lender.leases("b"), b.pool.ledger.borrowed.total()) == (8, (), 0)
     assert (a.lender.check(99.0), a.killed) == (math.inf, [])
 
 
@@ -317,7 +317,7 @@ def test_a_failing_map_leaves_the_books_as_they_were(monkeypatch: pytest.MonkeyP
         patch.setattr(syscalls, "mmap", fail)
         with pytest.raises(DeviceError, match="no more mappings"):
             b.borrower.accept(lease)
-    assert (b.borrower.unused, b.pool.ledger.borrowed()) == (0, 0)
+    assert (b.borrower.unused, b.pool.ledger.borrowed.total()) == (0, 0)
     for side in (a, b):
         side.validate()
     assert b.borrower.accept(lease) is None

@@ -203,7 +203,7 @@ class Lending(RuleBasedStateMachine):
     def _deliver(self, name: str) -> None:
         kind, lease = self.wire[name].popleft()
         me, void = self.at[name], lease.epoch != self.epoch
-        before = (me.pool.free, me.pool.ledger.borrowed(), me.borrower.unused)
+        before = (me.pool.free, me.pool.ledger.borrowed.total(), me.borrower.unused)
         if kind == "lend":
             opened = None if void else self._fetch(lease)
             if opened is None and not void:
@@ -218,7 +218,7 @@ class Lending(RuleBasedStateMachine):
             refused = void or lease.borrower in me.condemned
             assert (me.lender.returned(lease) is None) is not refused
         if void:
-            assert before == (me.pool.free, me.pool.ledger.borrowed(), me.borrower.unused)
+            assert before == (me.pool.free, me.pool.ledger.borrowed.total(), me.borrower.unused)
 
     def _fetch(self, lease: Lease) -> list[Exported] | None:
         """Of a GPU its pages; None: they cannot be imported."""
@@ -294,7 +294,7 @@ class Lending(RuleBasedStateMachine):
             away = len(result) - len(travelling)
             assert away >= 0
             # What a condemned borrower returns is refused, and counts as lent until it is gone.
-            assert away <= self.at[other].pool.ledger.borrowed(name) or other in me.condemned
+            assert away <= self.at[other].pool.ledger.borrowed[name] or other in me.condemned
 
     @invariant()
     def the_system_agrees(self) -> None:
@@ -302,10 +302,10 @@ class Lending(RuleBasedStateMachine):
             shown = {name: me.vm.os_pages(me.vm.window) for name, me in self.at.items()}
         for name, me in self.at.items():
             ledger = me.pool.ledger
-            assert ledger.owned(me.owner) + ledger.held(me.owner) == len(me.held)
+            assert ledger.owned(me.owner) + ledger.holders.held(me.owner) == len(me.held)
             assert all(shown[name].get(page) == page for page in me.held)
             away = [page for page in shown[name] if page >= N_PAGES]
-            assert len(away) == ledger.borrowed()
+            assert len(away) == ledger.borrowed.total()
             assert me.borrower.in_use == sum(page >= N_PAGES for page in me.held)
 
     @invariant()
@@ -313,8 +313,8 @@ class Lending(RuleBasedStateMachine):
         for name, me in self.at.items():
             if isinstance(me.vm, CudaVm):
                 (other,) = set(NAMES) - {name}
-                assert me.vm.imported == me.pool.ledger.borrowed()
-                assert me.driver.elsewhere() <= self.at[other].pool.ledger.borrowed(name)
+                assert me.vm.imported == me.pool.ledger.borrowed.total()
+                assert me.driver.elsewhere() <= self.at[other].pool.ledger.borrowed[name]
                 assert me.driver.elsewhere() <= me.pool.ledger.owned(OWNER)
                 assert me.driver.used[NAMES.index(name)] == me.vm.physical_bytes()
 
