@@ -86,7 +86,7 @@ def hand_over_per_mib(page_bytes: int, *, scattered: bool, moves: bool) -> float
     n = HANDED_OVER // page_bytes
     vm = MemfdVm(page_bytes, n, moves=moves, huge=False)
     pool = Pool(vm, n)
-    pool.populate_some(n)
+    pool.free_pages.populate_some(n)
     if scattered:
         pages = pool.allocate("others", n)
         assert isinstance(pages, tuple)
@@ -138,7 +138,7 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
     pool = Pool(vm, n)
     a = BackedRange(pool, vm, "a", DEVICE_BYTES)
     b = BackedRange(pool, vm, "b", DEVICE_BYTES)
-    pool.populate_some(n)
+    pool.free_pages.populate_some(n)
     costs: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[int], object]) -> None:

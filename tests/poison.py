@@ -7,11 +7,10 @@ what still writes there is found when the page is taken again. `tests/conftest.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from ballast.core.actions import Short
-from ballast.memory.pool import Pool
+from ballast.memory.pool import Pool, _Reclaim
 from ballast.memory.tensor import array_at
 from ballast.memory.vm_memfd import MemfdVm
 
@@ -22,15 +21,15 @@ _poisoned: WeakKeyDictionary[Pool, set[int]] = WeakKeyDictionary()
 
 def poison_freed_kv() -> None:
     """Have all pools do so from now on."""
-    free, pick = Pool._free, Pool._pick
+    end, pick = Pool._end, Pool._pick
 
-    def free_poisoned(pool: Pool, owner: str, pages: Sequence[int]) -> None:
-        if isinstance(pool.vm, MemfdVm) and owner.startswith("kv:"):
-            for page in pages:
-                if pool._has_memory[page]:
+    def end_poisoned(pool: Pool, entry: _Reclaim) -> None:
+        if isinstance(pool.vm, MemfdVm) and entry.owner.startswith("kv:"):
+            for page in entry.pages:
+                if pool.free_pages.has_memory[page]:
                     _bytes(pool, page)[:] = POISON
                     _poisoned.setdefault(pool, set()).add(page)
-        free(pool, owner, pages)
+        end(pool, entry)
 
     def pick_checked(
         pool: Pool, owner: str, n: int, bare: bool, near: int | None
@@ -39,14 +38,14 @@ def poison_freed_kv() -> None:
         if isinstance(pages, tuple) and pool in _poisoned:
             for page in _poisoned[pool].intersection(pages):
                 _poisoned[pool].remove(page)
-                if not pool._has_memory[page]:
+                if not pool.free_pages.has_memory[page]:
                     continue  # it went back to the machine
                 found = _bytes(pool, page)
                 whole = (found == POISON).all() or not found.any()  # zeros: it was populated anew
                 assert whole, f"page {page} was written on while nobody had it"
         return pages
 
-    Pool._free = free_poisoned  # type: ignore[method-assign]
+    Pool._end = end_poisoned  # type: ignore[method-assign]
     Pool._pick = pick_checked  # type: ignore[method-assign]
 
 

@@ -7,6 +7,7 @@ carries out and chooses nothing.
 - `arena`: Pages set aside for activations, so that these count against the budget.
 - `copies`: Copies between addresses, at once or in batches for a link.
 - `cuda`: Package: memory of GPUs through the CUDA driver.
+- `free_pages`: The free pages of a pool, and which pages have physical memory.
 - `group`: Package: memory of a tensor-parallel group as that of one device.
 - `control_groups`: Control groups that limit this process: its own and all above it.
 - `cell_book`: Counts which cells of the KV host tier are free.

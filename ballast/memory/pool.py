@@ -11,13 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ballast.core.actions import Short
 from ballast.core.change_counter import ChangeCounter
 from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory.free_pages import FreePages
 from ballast.memory.ledger import Ledger
-from ballast.memory.runs import Runs
 from ballast.memory.vm import Fence, Vm
 
 
@@ -32,9 +30,8 @@ class _Reclaim:
 class Pool:
     """Allocator of a device's pages; `ledger` records who owns and who holds each of them.
 
-    Free pages are *populated* (they have physical memory) or *bare*. Allocated pages are populated,
-    so that touching them cannot fail; an arena allocates bare ones. Safe to use beside one
-    `PopulatedReserve` thread; otherwise one thread at a time.
+    Allocated pages have physical memory, so that touching them cannot fail; an arena allocates bare
+    ones. Safe to use beside one `PopulatedReserve` thread; otherwise one thread at a time.
     """
 
     def __init__(self, vm: Vm, n_pages: int) -> None:
@@ -42,15 +39,12 @@ class Pool:
             raise BrokenPromise(f"a pool of {n_pages} pages on a device of {vm.n_pages}")
         self.vm = vm
         self.ledger = Ledger(n_pages)
-        self._has_memory = bytearray(n_pages)
-        self._populated = Runs()
-        self._bare = Runs(range(n_pages))
+        self._lock = threading.Lock()
+        """Held while the ledger and the free pages change together."""
+        self.free_pages = FreePages(vm, n_pages, self._lock)
         self._reclaims: deque[_Reclaim] = deque()
-        # Order: _populate_lock before _ledger_lock. The first is held while the reserve populates a
-        # page or discards it; such pages are free in the ledger and in neither set.
-        self._populate_lock = threading.Lock()
-        self._ledger_lock = threading.Lock()
-        self._on_allocate: Callable[[], None] | None = None
+        self.on_allocate: Callable[[], None] | None = None
+        """Called after each allocation; for the reserve."""
         self.freed = ChangeCounter()
         """Counts changes after which a refused allocation may succeed: pages became free, or can be
         borrowed. KV caches and promises on this pool count their own changes in it too. A refusal
@@ -66,11 +60,6 @@ class Pool:
     def free(self) -> int:
         """Pages without an owner, promised ones included."""
         return self.ledger.free
-
-    @property
-    def populated(self) -> int:
-        """Free pages that have physical memory already."""
-        return len(self._populated)
 
     def available(self, owner: str) -> int:
         """Pages that `owner` could allocate now."""
@@ -88,11 +77,11 @@ class Pool:
         if n < 0:
             raise BrokenPromise(f"{owner} allocates {n} pages")
         promised = self.ledger.reservations.promised_to(owner)
-        with self._ledger_lock:
+        with self._lock:
             picked = self._pick(owner, n, bare, near)
         if picked is None:
             # Some free pages are with the reserve: wait for its step (below a millisecond).
-            with self._populate_lock, self._ledger_lock:
+            with self.free_pages.step_lock, self._lock:
                 picked = self._pick(owner, n, bare, near)
         if picked is None:
             raise BrokenPromise("free pages of the ledger are nowhere to be found")
@@ -101,9 +90,9 @@ class Pool:
         try:
             short = None
             if bare:
-                self._strip(picked)
+                self.free_pages.strip(picked)
             else:
-                short = self._fill(picked)
+                short = self.free_pages.fill(picked)
         except DeviceError:
             self._undo(owner, picked, promised)
             raise
@@ -111,8 +100,8 @@ class Pool:
             self._undo(owner, picked, promised)
             self.unfilled += 1
             return short
-        if self._on_allocate is not None:
-            self._on_allocate()
+        if self.on_allocate is not None:
+            self.on_allocate()
         return picked
 
     def give_back(
@@ -129,7 +118,7 @@ class Pool:
         if not pages:
             return
         entry = _Reclaim(owner, tuple(pages), fence, release)
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.give_back(owner, pages)
         if fence is None or fence.done():
             self._end(entry)
@@ -150,24 +139,24 @@ class Pool:
 
     def guarantee(self, owner: str, n: int) -> None:
         """Keep what `owner` lacks of `n` pages from all others (`Ledger.guarantee`)."""
-        with self._ledger_lock:
+        with self._lock:
             changed = self.ledger.reservations.guarantee(owner, n)
         self.freed.n += changed
 
     def promise(self, owner: str, n: int) -> Short | None:
         """Reserve `n` more pages for `owner`, out of those free, reclaiming and unpromised."""
-        with self._ledger_lock:
+        with self._lock:
             return self.ledger.promise(owner, n)
 
     def cancel_promise(self, owner: str) -> int:
         """Cancel all that is promised to `owner`, until it is promised anew; returns the number of
         pages. It does not count as `freed`."""
-        with self._ledger_lock:
+        with self._lock:
             return self.ledger.reservations.cancel(owner)
 
     def replace_promise(self, owner: str, n: int) -> Short | None:
         """Reserve `n` pages for `owner` in place of those that were, or change nothing."""
-        with self._ledger_lock:
+        with self._lock:
             before = self.ledger.reservations.cancel(owner)
             short = self.ledger.promise(owner, n)
             if short is not None:
@@ -177,20 +166,21 @@ class Pool:
 
     def hand_over(self, source: str, target: str, pages: Sequence[int]) -> None:
         """Change the owner of populated pages directly. Mappings are the caller's business."""
+        has_memory = self.free_pages.has_memory
         for page in pages:
-            if page >= self.total or not self._has_memory[page]:
+            if page >= self.total or not has_memory[page]:
                 raise BrokenPromise(f"page {page} of {source} is bare, or another device's")
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.hand_over(source, target, pages)
 
     def add_holder(self, owner: str, pages: Sequence[int], holder: str) -> None:
         """Record that `holder` uses pages of `owner`, which cannot be freed meanwhile."""
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.add_holder(owner, pages, holder)
 
     def remove_holder(self, owner: str, pages: Sequence[int], holder: str) -> None:
         """Undo one `add_holder` of each page, once the holder has unmapped it."""
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.remove_holder(owner, pages, holder)
 
     def borrow(self, peer: str, pages: Sequence[int]) -> None:
@@ -198,66 +188,23 @@ class Pool:
         have memory, and count neither as the pool's nor against its budget."""
         if pages and min(pages) < self.vm.n_pages:
             raise BrokenPromise(f"borrowed from {peer} a page of our own")
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.borrow(peer, pages)
         self.freed.n += 1
 
     def return_borrowed(self, peer: str, pages: Sequence[int]) -> None:
         """Give borrowed pages, which no owner here holds, back to `peer`."""
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.return_borrowed(peer, pages)
-
-    def populate_some(self, n: int) -> int | Short:
-        """Populate up to `n` free bare pages; returns how many (0: none was bare)."""
-        with self._populate_lock:
-            with self._ledger_lock:
-                pages = self._bare.pop(n)
-            had = False
-            try:
-                short = self._populate(pages)
-                had = short is None
-            finally:
-                with self._ledger_lock:
-                    for page in pages:
-                        self._has_memory[page] = had
-                    (self._populated if had else self._bare).add(pages)
-            return len(pages) if short is None else short
-
-    def discard_some(self, n: int) -> int:
-        """Give the memory of up to `n` populated free pages back to the machine; returns how many.
-        Raises DeviceError, with the pages populated as before."""
-        with self._populate_lock:
-            with self._ledger_lock:
-                pages = self._populated.pop(n)
-            has = True
-            try:
-                self.vm.discard(pages)
-                has = False
-            finally:
-                with self._ledger_lock:
-                    for page in pages:
-                        self._has_memory[page] = has
-                    (self._populated if has else self._bare).add(pages)
-            return len(pages)
-
-    def on_allocate(self, call: Callable[[], None] | None) -> None:
-        """Set a callback after each allocation; for the reserve."""
-        self._on_allocate = call
 
     def validate(self) -> None:
         """Raises BrokenPromise unless counts, owners, promises and free pages all agree.
 
         A few vectorised passes over the pages: tens of microseconds for a thousand of them.
         """
-        with self._populate_lock, self._ledger_lock:
+        with self.free_pages.step_lock, self._lock:
             self.ledger.validate()
-            populated = self._populated.mask(self.total)
-            bare = self._bare.mask(self.total)
-            has_memory = np.frombuffer(self._has_memory, dtype=np.bool_)
-            if (populated & bare).any() or ((populated | bare) != self.ledger.free_mask()).any():
-                raise BrokenPromise("the free pages are not those the ledger calls free")
-            if (populated & ~has_memory).any() or (bare & has_memory).any():
-                raise BrokenPromise("a free page is in the wrong set")
+            self.free_pages.validate(self.ledger.free_mask())
             if sum(len(entry.pages) for entry in self._reclaims) != self.ledger.reclaiming:
                 raise BrokenPromise("reclaiming pages are not those that wait for a fence")
 
@@ -268,45 +215,18 @@ class Pool:
         short = n - self.ledger.available(owner)
         if short > 0:
             return Short(short)
-        if len(self._populated) + len(self._bare) < n:
+        pages = self.free_pages.pop(n, near, bare=bare)
+        if pages is None:
             return None
-        first, second = self._populated, self._bare
-        if bare:
-            first, second = second, first
-        pages = first.pop(n, near)
-        pages += second.pop(n - len(pages), near)
         self.ledger.allocate(owner, pages)
         return tuple(pages)
 
-    def _fill(self, pages: Sequence[int]) -> Short | None:
-        bare = [page for page in pages if not self._has_memory[page]]
-        if not bare:
-            return None
-        short = self._populate(bare)
-        if short is None:
-            for page in bare:
-                self._has_memory[page] = True
-        return short
-
-    def _populate(self, bare: Sequence[int]) -> Short | None:
-        """Populate all of the pages or none: discard those populated before memory ran out."""
-        short = self.vm.populate(bare)
-        if short is not None:
-            self.vm.discard(bare)
-        return short
-
-    def _strip(self, pages: Sequence[int]) -> None:
-        full = [page for page in pages if self._has_memory[page]]
-        if full:
-            self.vm.discard(full)
-            for page in full:
-                self._has_memory[page] = False
-
     def _undo(self, owner: str, pages: tuple[int, ...], promised: int) -> None:
         """Undo an allocation that could not be populated."""
-        with self._ledger_lock:
+        with self._lock:
             self.ledger.give_back(owner, pages)
-            self._free(owner, pages)
+            self.ledger.freed(owner, pages)
+            self.free_pages.add(pages)
             self.ledger.promise(owner, promised - self.ledger.reservations.promised_to(owner))
 
     def _end(self, entry: _Reclaim) -> None:
@@ -317,12 +237,7 @@ class Pool:
                 # Still mapped, so still reclaiming; the next reap tries again.
                 self._reclaims.append(entry)
                 raise
-        with self._ledger_lock:
-            self._free(entry.owner, entry.pages)
+        with self._lock:
+            self.ledger.freed(entry.owner, entry.pages)
+            self.free_pages.add(entry.pages)
         self.freed.n += 1
-
-    def _free(self, owner: str, pages: Sequence[int]) -> None:
-        self.ledger.freed(owner, pages)
-        has_memory = self._has_memory
-        self._populated.add(page for page in pages if has_memory[page])
-        self._bare.add(page for page in pages if not has_memory[page])

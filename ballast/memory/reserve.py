@@ -42,7 +42,7 @@ class PopulatedReserve:
         self, pool: Pool, n_pages: int | None = None, unused_seconds: float = UNUSED_SECONDS
     ) -> None:
         """`n_pages` None: all that are free, since the budget is the device's anyway."""
-        self._pool = pool
+        self._pool, self._pages = pool, pool.free_pages
         self._unused_seconds = unused_seconds
         self._target = self._ahead = pool.total if n_pages is None else n_pages
         """Free pages that keep their memory, and most of those that are populated ahead."""
@@ -64,7 +64,7 @@ class PopulatedReserve:
         if self._thread is not None or self._closing:
             return
         self._thread = threading.Thread(target=self._run, name="ballast-reserve", daemon=True)
-        self._pool.on_allocate(self._wake.set)
+        self._pool.on_allocate = self._wake.set
         self._wake.set()
         self._thread.start()
         atexit.register(self.close)
@@ -75,7 +75,7 @@ class PopulatedReserve:
             self._closing = True
         if self._thread is None:
             return
-        self._pool.on_allocate(None)
+        self._pool.on_allocate = None
         self._wake.set()
         self._thread.join()
         self._thread = None
@@ -101,7 +101,7 @@ class PopulatedReserve:
     def populate_all(self) -> Short | None:
         """Populate every free page now, in the calling thread: for start-up and benchmarks."""
         while True:
-            done = self._pool.populate_some(self._step)
+            done = self._pages.populate_some(self._step)
             if isinstance(done, Short):
                 self.short = done
                 return done
@@ -127,7 +127,7 @@ class PopulatedReserve:
             n_pages, result = self._releases.popleft()
             self._ahead = min(n_pages, self._target)
             try:
-                result.set_result(self._discard(self._pool.populated - n_pages))
+                result.set_result(self._discard(self._pages.populated - n_pages))
             except DeviceError as error:
                 result.set_exception(error)
 
@@ -135,7 +135,7 @@ class PopulatedReserve:
         """Give the memory of `n` free pages back, step by step; returns how many there were."""
         left = n
         while not self._closing and left > 0:
-            done = self._pool.discard_some(min(self._step, left))
+            done = self._pages.discard_some(min(self._step, left))
             if done == 0:
                 break
             left -= done
@@ -144,18 +144,18 @@ class PopulatedReserve:
     def _drain(self) -> None:
         """Give back what has been more than enough for `unused_seconds`."""
         now = time.monotonic()
-        spare = max(0, self._pool.populated - self._target)
+        spare = max(0, self._pages.populated - self._target)
         if now - self._since >= self._unused_seconds:
             self._discard(min(spare, self._least_spare))
-            spare = max(0, self._pool.populated - self._target)
+            spare = max(0, self._pages.populated - self._target)
             self._since, self._least_spare = now, spare
         self._least_spare = min(self._least_spare, spare)
 
     def _fill(self) -> None:
-        while not self._closing and (missing := self._ahead - self._pool.populated) > 0:
+        while not self._closing and (missing := self._ahead - self._pages.populated) > 0:
             if self._releases:
                 return  # which come first, and have set `_wake`
-            done = self._pool.populate_some(min(self._step, missing))
+            done = self._pages.populate_some(min(self._step, missing))
             self.short = done if isinstance(done, Short) else None
             if self.short or done == 0:
                 return

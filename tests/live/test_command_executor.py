@@ -320,7 +320,7 @@ def test_memory_goes_back_to_the_machine_and_is_taken_again(
         outcome = ordered(server, ReleaseMemory(256 * KiB, "by an operator"))
         assert (outcome.code, list(outcome.specs)) == (None, ["base"])
         assert outcome.released == before - device.vm.physical_bytes() > 0
-        assert pool.populated == 4
+        assert pool.free_pages.populated == 4
         (told,) = (d for d in device.decisions() if d["action"] == "ReleaseMemory")
         assert (told["kept_bytes"], told["by"]) == (256 * KiB, "operator")
         # Its weights come, and its KV grows, in pages without memory.

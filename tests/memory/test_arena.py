@@ -50,7 +50,7 @@ def test_an_arena_of_nothing(vm: Vm) -> None:
 
 def test_it_has_no_memory_of_its_own(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
-    assert pool.populate_some(32) == 32
+    assert pool.free_pages.populate_some(32) == 32
     arena = Arena(pool, "arena", 10 * PAGE)
     assert memfd.physical_bytes() == 22 * PAGE
     assert arena.pages == 10

@@ -161,7 +161,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 8))
     def populate(self, n: int) -> None:
-        assert isinstance(self.pool.populate_some(n), int)
+        assert isinstance(self.pool.free_pages.populate_some(n), int)
 
     @rule(owner=owners)
     def start_over(self, owner: str) -> None:

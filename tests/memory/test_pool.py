@@ -125,16 +125,10 @@ def test_hand_over_and_loans(vm: Vm) -> None:
     pool.hand_over("a", "b", pages[:1])
     assert pool.ledger.owners() == {"a": 3, "b": 1}
     pool.add_holder("a", pages[2:], "peer")
-    assert (
-        pool.ledger.held_of("a"),
-        pool.ledger.holders.held("peer"),
-        pool.ledger.owner_of(pages[2]),
-    ) == (
-        {"peer": 2},
-        2,
-        "a",
-    )
-    assert (pool.ledger.holders.of(pages[2]), pool.ledger.holders.of(pages[1])) == (("peer",), ())
+    holders = pool.ledger.holders
+    assert (pool.ledger.held_of("a"), holders.held("peer")) == ({"peer": 2}, 2)
+    assert pool.ledger.owner_of(pages[2]) == "a"
+    assert (holders.of(pages[2]), holders.of(pages[1])) == (("peer",), ())
     with pytest.raises(BrokenPromise, match="is held by peer"):
         pool.give_back("a", pages[2:])
     pool.remove_holder("a", pages[2:], "peer")
@@ -149,13 +143,13 @@ def test_leased_pages_have_memory_and_bare_ones_have_none(memfd: MemfdVm) -> Non
     arena = _lease(pool, "arena", 8, bare=True)
     assert memfd.physical_bytes() == 6 * PAGE
     pool.give_back("a", pages)
-    assert pool.populated == 6
+    assert pool.free_pages.populated == 6
     more = _lease(pool, "arena2", 5, bare=True)
     assert memfd.physical_bytes() == 3 * PAGE, "two were bare, three gave their memory up"
     with pytest.raises(BrokenPromise, match="is bare"):
         pool.hand_over("arena", "a", arena[:1])
     pool.give_back("arena", arena)
-    assert pool.populated == 3
+    assert pool.free_pages.populated == 3
     assert len(set(_lease(pool, "a", 3)) & set(pages) - set(more)) == 3, "populated ones first"
     pool.validate()
 
@@ -169,7 +163,7 @@ def test_no_memory_for_a_lease_is_short_and_undone(
     monkeypatch.setattr(memfd, "populate", lambda pages: Short(len(pages)))
     assert pool.allocate("a", 4) == Short(4)
     assert _counts(pool) == before
-    assert pool.populate_some(2) == Short(2)
+    assert pool.free_pages.populate_some(2) == Short(2)
     pool.validate()
 
     def fail(_: object) -> None:
@@ -179,7 +173,7 @@ def test_no_memory_for_a_lease_is_short_and_undone(
     with pytest.raises(DeviceError):
         pool.allocate("a", 4)
     with pytest.raises(DeviceError):
-        pool.populate_some(2)
+        pool.free_pages.populate_some(2)
     assert _counts(pool) == before
     monkeypatch.undo()
     assert len(_lease(pool, "a", 8)) == 8

@@ -24,7 +24,7 @@ def test_populate_all(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
     arena = Arena(pool, "arena", 4 * PAGE)
     assert PopulatedReserve(pool).populate_all() is None
-    assert pool.populated == 28
+    assert pool.free_pages.populated == 28
     assert memfd.physical_bytes() == 28 * PAGE
     arena.close()
     pool.validate()
@@ -33,14 +33,14 @@ def test_populate_all(memfd: MemfdVm) -> None:
 def test_it_fills_up_in_the_background_and_after_each_lease(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
     stepped = threading.Semaphore(0)
-    real = pool.populate_some
+    real = pool.free_pages.populate_some
 
     def watched(n: int) -> int | Short:
         done = real(n)
         stepped.release()
         return done
 
-    pool.populate_some = watched  # type: ignore[method-assign]
+    pool.free_pages.populate_some = watched  # type: ignore[method-assign]
     reserve = PopulatedReserve(pool, 8)
     reserve.start()
     reserve.start()
@@ -50,7 +50,7 @@ def test_it_fills_up_in_the_background_and_after_each_lease(memfd: MemfdVm) -> N
     assert stepped.acquire(timeout=240)
     reserve.close()
     reserve.close()
-    assert pool.populated >= 4
+    assert pool.free_pages.populated >= 4
     pool.validate()
 
 
@@ -83,7 +83,7 @@ def test_no_memory_lets_it_rest(memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch)
     assert reserve.short == Short(4)
     reserve.start()
     reserve.close()
-    assert pool.populated == 0
+    assert pool.free_pages.populated == 0
     pool.validate()
 
 
@@ -111,7 +111,7 @@ link.start(1, [Copy(r.base, r.base + 32 * 65536, 32 * 65536)])
 def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
     tried = threading.Semaphore(0)
-    real = pool.populate_some
+    real = pool.free_pages.populate_some
     errors = [DeviceError("cuMemCreate", "CUDA_ERROR_UNKNOWN")]
 
     def failing(n: int) -> int | Short:
@@ -120,7 +120,7 @@ def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -
             raise errors.pop()
         return real(n)
 
-    pool.populate_some = failing  # type: ignore[method-assign]
+    pool.free_pages.populate_some = failing  # type: ignore[method-assign]
     reserve = PopulatedReserve(pool, 8)
     reserve.start()
     assert tried.acquire(timeout=240)
@@ -133,15 +133,15 @@ def test_a_driver_that_fails_lets_it_rest_until_the_next_lease(memfd: MemfdVm) -
 def test_memory_of_pages_that_stay_free_goes_back(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
     gone = threading.Event()
-    real = pool.discard_some
+    real = pool.free_pages.discard_some
 
     def watched(n: int) -> int:
         done = real(n)
-        if pool.populated <= 4:
+        if pool.free_pages.populated <= 4:
             gone.set()
         return done
 
-    pool.discard_some = watched  # type: ignore[method-assign]
+    pool.free_pages.discard_some = watched  # type: ignore[method-assign]
     pages = pool.allocate("a", 20)
     assert isinstance(pages, tuple)
     reserve = PopulatedReserve(pool, 4, unused_seconds=0.01)
@@ -153,7 +153,7 @@ def test_memory_of_pages_that_stay_free_goes_back(memfd: MemfdVm) -> None:
     pool.give_back("a", pages)
     assert gone.wait(240)
     reserve.close()
-    assert (pool.free, pool.populated) == (32, 4)
+    assert (pool.free, pool.free_pages.populated) == (32, 4)
     assert memfd.physical_bytes() == 4 * PAGE
     pool.validate()
     assert isinstance(pool.allocate("b", 32), tuple), "it is taken again when needed"
@@ -167,7 +167,7 @@ def test_what_a_burst_needs_again_soon_keeps_its_memory(memfd: MemfdVm) -> None:
     assert isinstance(pages, tuple)
     pool.give_back("a", pages)
     reserve._drain()
-    assert pool.populated == 32
+    assert pool.free_pages.populated == 32
 
 
 def test_an_order_gives_memory_back_and_none_is_populated_ahead(memfd: MemfdVm) -> None:
@@ -181,27 +181,27 @@ def test_an_order_gives_memory_back_and_none_is_populated_ahead(memfd: MemfdVm) 
     pages = pool.allocate("a", 20)
     assert isinstance(pages, tuple), "it is taken again when needed"
     assert reserve.release(0).result(240) <= 8, "no more were populated ahead"
-    assert (pool.free, pool.populated) == (12, 0)
+    assert (pool.free, pool.free_pages.populated) == (12, 0)
     assert memfd.physical_bytes() == 20 * PAGE
     pool.give_back("a", pages)
     pool.validate()
     assert reserve.release(32).result(240) == 0
     reserve.close()
-    assert pool.populated >= 20
+    assert pool.free_pages.populated >= 20
     assert reserve.release(0).cancelled()
     pool.validate()
 
 
 def test_an_order_waits_neither_for_a_long_fill_nor_after_the_end(memfd: MemfdVm) -> None:
     pool = Pool(memfd, 32)
-    real, filling, go_on = pool.populate_some, threading.Event(), threading.Event()
+    real, filling, go_on = pool.free_pages.populate_some, threading.Event(), threading.Event()
 
     def held(n: int) -> int | Short:
         filling.set()
         assert go_on.wait(240)
         return real(1)
 
-    pool.populate_some = held  # type: ignore[method-assign]
+    pool.free_pages.populate_some = held  # type: ignore[method-assign]
     reserve = PopulatedReserve(pool)
     reserve.start()
     assert filling.wait(240)
@@ -244,13 +244,13 @@ def test_pages_that_cannot_be_given_back_stay_populated(
     memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Pool(memfd, 8)
-    pool.populate_some(8)
+    pool.free_pages.populate_some(8)
 
     def fail(pages: object) -> None:
         raise DeviceError("fallocate(PUNCH_HOLE)", "no")
 
     monkeypatch.setattr(memfd, "discard", fail)
     with pytest.raises(DeviceError):
-        pool.discard_some(3)
-    assert pool.populated == 8
+        pool.free_pages.discard_some(3)
+    assert pool.free_pages.populated == 8
     pool.validate()

@@ -183,7 +183,7 @@ def test_memory_that_the_machine_did_not_have_cannot_be_replayed(
     with InProcess(fleet(paths, "balloon", path, 200)) as server:
         pool = server.device.state.pool
         refused: list[int] = []
-        fill = pool._fill
+        fill = pool.free_pages.fill
 
         def scant(pages: list[int]) -> object:
             if not refused:
@@ -191,7 +191,7 @@ def test_memory_that_the_machine_did_not_have_cannot_be_replayed(
                 return Short(len(pages))
             return fill(pages)
 
-        monkeypatch.setattr(pool, "_fill", scant)
+        monkeypatch.setattr(pool.free_pages, "fill", scant)
         server.generate(asked(paths)[:3])
     assert refused
     (life,) = read_device_stories(path)

@@ -134,7 +134,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
     pool = Pool(vm, 80)
     killed: list[tuple[str, int]] = []
     lender = Lender(pool, "cpu:0", lambda *result: killed.append(result))
-    pool.populate_some(80)
+    pool.free_pages.populate_some(80)
     own = BackedRange(pool, vm, "kv", 80 * PAGE)
     assert own.back(0, 2) is None
     array_at(own.base, (2 * PAGE,), "uint8")[:] = 7
