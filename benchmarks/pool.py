@@ -100,9 +100,9 @@ def hand_over_per_mib(page_bytes: int, *, scattered: bool, moves: bool) -> float
         giver.release(0, n)
         assert taker.back(0, n) is None
         took = time.perf_counter() - start
-        if not syscalls.is_present(taker.base, n * page_bytes):
+        if not syscalls.is_present(taker.range.base, n * page_bytes):
             start = time.perf_counter()
-            syscalls.prefault(taker.base, n * page_bytes)
+            syscalls.prefault(taker.range.base, n * page_bytes)
             took += time.perf_counter() - start
         taken.append(took / (n * page_bytes) * MiB * 1e6)
         giver, taker = taker, giver
@@ -148,9 +148,9 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
         costs[name] = (time.perf_counter() - start) / n * 1e6
 
     timed("back_us", lambda i: a.back(i, 1))
-    array_at(a.base, (DEVICE_BYTES,), np.uint8)[:] = 1
+    array_at(a.range.base, (DEVICE_BYTES,), np.uint8)[:] = 1
     timed("hand_over_us", lambda i: a.hand_to(i, 1, b, n - 1 - i))
-    array_at(b.base, (DEVICE_BYTES,), np.uint8)[:] = 2
+    array_at(b.range.base, (DEVICE_BYTES,), np.uint8)[:] = 2
     timed("release_us", lambda i: b.release(i, 1))
 
     def books(_: int) -> None:

@@ -170,11 +170,11 @@ class RandomRun:
 
     def _write(self, which: int, at: int) -> None:
         self._stamp += 1
-        array_at(self._ranges[which].address(at), (1,), np.int64)[0] = self._stamp
+        array_at(self._ranges[which].range.address(at), (1,), np.int64)[0] = self._stamp
         self._backed[which][at] = self._stamp
 
     def _check(self, which: int, at: int) -> None:
-        found = int(array_at(self._ranges[which].address(at), (1,), np.int64)[0])
+        found = int(array_at(self._ranges[which].range.address(at), (1,), np.int64)[0])
         if found != self._backed[which][at]:
             raise BrokenPromise(f"index {at} of model{which}: another page's contents")
 
@@ -234,7 +234,7 @@ class RandomRun:
 
     def _end_alias(self, place: tuple[int, int]) -> None:
         (heir, to), (which, at) = place, self._aliases.pop(place)
-        found = int(array_at(self._ranges[heir].address(to), (1,), np.int64)[0])
+        found = int(array_at(self._ranges[heir].range.address(to), (1,), np.int64)[0])
         if found != self._backed[which][at]:
             raise BrokenPromise(f"index {to} of model{heir}: not its lender's contents")
         self._ranges[heir].unalias(to, 1, self._ranges[which].owner)

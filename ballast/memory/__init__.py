@@ -22,6 +22,7 @@ carries out and chooses nothing.
 - `peer_reader`: Reads of another process's pages, for requests that migrate.
 - `pool`: All pages of one device: allocate, free, promise, fence.
 - `range`: A reserved virtual address range, backed by pages where needed.
+- `range_indices`: What is mapped at each index of a range.
 - `reservations`: Pages promised or guaranteed to owners before they allocate them.
 - `reserve`: A background thread that populates free pages ahead of need.
 - `runs`: A set of page numbers kept as runs of neighbours.

@@ -137,7 +137,7 @@ class Promotion:
 
     def _copies(self, s: PlacedSegment, pages: tuple[int, ...]) -> Iterator[Copy]:
         """Yield the copies of a segment, one for each run of neighbouring pages."""
-        window, size, source = self._pool.vm.window, self._range.page_bytes, s.host_address
+        window, size, source = self._pool.vm.window, self._range.range.page_bytes, s.host_address
         end = s.host_address + s.n_bytes
         for first, n in runs_of(pages):
             n_bytes = min(n * size, end - source)

@@ -86,7 +86,7 @@ class WeightsOnDevice:
         """Brings segments that passes read in place to pages."""
         self.stream = stream
         where = (host_addresses, shared or {}, vm.table_pages)
-        self._tabulate(place_segments(spec, self._range, *where))
+        self._tabulate(place_segments(spec, self._range.range, *where))
         layers = self.segments[1 : 1 + spec.n_layers]
         if stream is not None:
             stream.add_weights([s.copy for s in layers])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ballast.core.model import ModelSpec
 from ballast.core.units import ceil_div
 from ballast.memory.copies import Copy
-from ballast.memory.range import BackedRange
+from ballast.memory.vm import Range
 from ballast.weights.shared import SharedSegment
 
 
@@ -46,7 +46,7 @@ def _slots(n_bytes: int, page_bytes: int, table_pages: int) -> int:
 
 def place_segments(
     spec: ModelSpec,
-    range: BackedRange,
+    range: Range,
     host_addresses: Sequence[int],
     shared: Mapping[str, SharedSegment],
     table_pages: int,

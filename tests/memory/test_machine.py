@@ -61,7 +61,7 @@ class Memory(RuleBasedStateMachine):
         self.next_value = (self.next_value + 1) % 251
         self.held[owner][at] = self.next_value
         if self.real:
-            address = self.ranges[owner].address(at)
+            address = self.ranges[owner].range.address(at)
             array_at(address, (PAGE,), "uint8")[:: PAGE // 64] = self.next_value
 
     def _left(self, owner: str) -> list[int]:
@@ -205,10 +205,10 @@ class Memory(RuleBasedStateMachine):
         if self.real:
             for owner, held in self.held.items():
                 for at, value in held.items():
-                    view = array_at(self.ranges[owner].address(at), (PAGE,), "uint8")
+                    view = array_at(self.ranges[owner].range.address(at), (PAGE,), "uint8")
                     assert (view[:: PAGE // 64] == value).all()
             for holder, to, owner, at in self.aliases:
-                view = array_at(self.ranges[holder].address(to), (PAGE,), "uint8")
+                view = array_at(self.ranges[holder].range.address(to), (PAGE,), "uint8")
                 assert (view[:: PAGE // 64] == self.held[owner][at]).all()
 
 

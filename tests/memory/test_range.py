@@ -22,7 +22,7 @@ PAGE = 64 * KiB
 def test_back_and_release(vm: Vm) -> None:
     pool = Pool(vm, 8)
     r = BackedRange(pool, vm, "a", 20 * PAGE)
-    base = r.base
+    base = r.range.base
     assert r.back(3, 4) is None
     assert (r.backed, r.os_backed(), pool.ledger.owned("a"), r.is_backed(3), r.is_backed(2)) == (
         4,
@@ -32,7 +32,7 @@ def test_back_and_release(vm: Vm) -> None:
         False,
     )
     r.release(4, 2)
-    assert (r.backed, r.os_backed(), pool.free, r.base) == (2, 2, 6, base)
+    assert (r.backed, r.os_backed(), pool.free, r.range.base) == (2, 2, 6, base)
     with pytest.raises(BrokenPromise):
         r.pages(3, 2)
     r.validate()
@@ -107,10 +107,10 @@ def test_an_alias_shows_the_lenders_page_until_it_goes(memfd: MemfdVm) -> None:
     b = BackedRange(pool, memfd, "b", 4 * PAGE)
     assert a.back(0, 2) is None
     assert b.back(0, 1) is None
-    array_at(a.base, (2 * PAGE,), "uint8")[:] = 7
+    array_at(a.range.base, (2 * PAGE,), "uint8")[:] = 7
     b.alias(1, a.pages(0, 2), "a")
     b.alias(3, a.pages(0, 1), "a")
-    assert (array_at(b.address(1), (3 * PAGE,), "uint8") == 7).all()
+    assert (array_at(b.range.address(1), (3 * PAGE,), "uint8") == 7).all()
     assert (b.backed, b.aliased, b.os_backed(), pool.ledger.holders.held("b")) == (1, 3, 4, 3)
     for attempt in (
         lambda: a.release(0, 2),
@@ -139,11 +139,11 @@ def test_contents_survive_a_hand_over(memfd: MemfdVm) -> None:
     a = BackedRange(pool, memfd, "a", 8 * PAGE)
     b = BackedRange(pool, memfd, "b", 8 * PAGE)
     assert a.back(0, 4) is None
-    array_at(a.base, (4 * PAGE,), "uint8")[:] = 9
+    array_at(a.range.base, (4 * PAGE,), "uint8")[:] = 9
     a.hand_to(1, 2, b, 5)
     assert pool.ledger.owners() == {"a": 2, "b": 2}
     assert (a.os_backed(), b.os_backed()) == (2, 2)
-    assert (array_at(b.address(5), (2 * PAGE,), "uint8") == 9).all()
+    assert (array_at(b.range.address(5), (2 * PAGE,), "uint8") == 9).all()
     assert b.back(0, 1) is None
     with pytest.raises(BrokenPromise):
         a.hand_to(0, 1, b, 0)
@@ -151,7 +151,7 @@ def test_contents_survive_a_hand_over(memfd: MemfdVm) -> None:
     b.validate()
     a.close()
     assert b.back(1, 4) is None
-    view = array_at(b.address(1), (6 * PAGE,), "uint8")
+    view = array_at(b.range.address(1), (6 * PAGE,), "uint8")
     view[:] = 3
     assert (view == 3).all(), "pages leased anew can be written"
     pool.validate()

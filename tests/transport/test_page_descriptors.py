@@ -137,7 +137,7 @@ def test_lend_recall_and_kill(kind: str) -> None:
     pool.free_pages.populate_some(80)
     own = BackedRange(pool, vm, "kv", 80 * PAGE)
     assert own.back(0, 2) is None
-    array_at(own.base, (2 * PAGE,), "uint8")[:] = 7
+    array_at(own.range.base, (2 * PAGE,), "uint8")[:] = 7
     fds = len(open_descriptors())
     offered: dict[tuple[str, int, int], tuple[int, ...]] = {}
     with serving(vm, offered) as address:
@@ -172,8 +172,8 @@ def test_lend_recall_and_kill(kind: str) -> None:
         assert lender.gone("cpu:1", 1) == 68
         # None of it is anybody else's any more: the driver looks.
         assert own.back(2, 78) is None
-        array_at(own.address(2), (78 * PAGE,), "uint8")[:] = 9
-        assert (array_at(own.base, (2 * PAGE,), "uint8") == 7).all()
+        array_at(own.range.address(2), (78 * PAGE,), "uint8")[:] = 9
+        assert (array_at(own.range.base, (2 * PAGE,), "uint8") == 7).all()
         pool.validate()
         lender.validate()
         ours.close()

@@ -216,7 +216,7 @@ def test_bytes_arrive_again_after_the_pages_were_written_by_another() -> None:
                 assert ctypes.string_at(segment.address, array.size) == array.tobytes()
             weights.evict()
             assert other.back(0, 6) is None
-            ctypes.memset(other.base, 0x55, 6 * 64 * KiB)
+            ctypes.memset(other.range.base, 0x55, 6 * 64 * KiB)
             other.release(0, 6)
         result = [(d.transfer_id, d.error, d.n_bytes) for d in done]
         assert result == [(i, None, sum(SEGMENTS)) for i in range(2)]

@@ -132,7 +132,7 @@ def test_only_what_occurs_twice_is_shared() -> None:
     assert {d[0] for d in device.shared} == {"e", "x", "y", "t"}
     assert device.models["own"].shared == ()
     echo = device.models["echo"]
-    assert (echo.pages, echo.own_pages, echo.range.n_pages) == (3, 0, 5)
+    assert (echo.pages, echo.own_pages, echo.range.range.n_pages) == (3, 0, 5)
     assert echo.pages == echo.spec.weight_pages(PAGE)
     assert weight_pages([m.spec for m in device.models.values()], PAGE) == sum(PAGES.values())
     alone = Device(20, ["a", "own"])

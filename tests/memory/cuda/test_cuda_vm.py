@@ -222,13 +222,13 @@ def test_pages_wait_for_the_lanes_that_use_them(cuda: CudaVm, driver: FakeDriver
     lanes = [driver.new_stream(), driver.new_stream()]
     for lane in lanes:
         cuda.watch(lane)
-    driver.launch(lanes[0], r.base, PAGE, 9)
-    driver.launch(lanes[1], r.address(1), PAGE, 8)
+    driver.launch(lanes[0], r.range.base, PAGE, 9)
+    driver.launch(lanes[1], r.range.address(1), PAGE, 8)
     with pytest.raises(Misuse, match="which work on stream"):
         cuda.unmap(r.range, 0, 1)
     fence = cuda.fence()
     r.release(0, 2, fence)
-    driver.launch(lanes[0], r.address(2), PAGE, 7)
+    driver.launch(lanes[0], r.range.address(2), PAGE, 7)
     assert (pool.reap(), r.leaving) == (0, 2)
     driver.run(lanes[1])
     assert pool.reap() == 0
