@@ -95,7 +95,7 @@ def _timed(vm: MemfdVm, where: Range, n: int, clock: Clock) -> Iterator[Finding]
         * vm.page_bytes
         / _seconds(clock, lambda: ctypes.memset(where.base, 1, (n - 1) * vm.page_bytes))
     )
-    agree = vm.os_mapped(where) == n
+    agree = len(vm.os_pages(where)) == n
     take = _seconds(clock, lambda: vm.unmap(where, 0, n)) / n
     vm.map(where, 0, ids[-1:])
     kept = ctypes.string_at(where.base, len(probe)) == probe and agree

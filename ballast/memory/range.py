@@ -195,7 +195,9 @@ class BackedRange:
 
     def os_backed(self) -> int:
         """Pages the operating system shows mapped here; equals `backed + aliased + leaving`."""
-        return 0 if self._indices.closed and not self.leaving else self._vm.os_mapped(self.range)
+        return (
+            0 if self._indices.closed and not self.leaving else len(self._vm.os_pages(self.range))
+        )
 
     def validate(self) -> None:
         """Raises BrokenPromise unless every page here is the owner's or lent to it, as counted."""

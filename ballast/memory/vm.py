@@ -236,14 +236,8 @@ class Vm(Protocol):
         """Drop the handles of attached pages, none mapped, until they are exported again. On a
         GPU their owner can free their memory only then; elsewhere nothing changes."""
 
-    def os_mapped(self, range: Range) -> int:
-        """Pages mapped in the range, of whatever device, as `os_pages` finds them."""
-
     def os_pages(self, range: Range) -> dict[int, int]:
         """Map index -> page of all that is mapped, as the operating system shows it."""
-
-    def mappings(self) -> int:
-        """Number of mappings that the process has now; the operating system limits it."""
 
     def export(self, pages: Sequence[int]) -> Exported:
         """Export physical pages for another process to map."""

@@ -83,7 +83,7 @@ class MemfdVm:
         self._open = True
         self._limit = sys.max_map_count() // 2
         # An upper bound of the process's mappings as far as calls of this object go.
-        self._bound = self.mappings() + 1
+        self._bound = count_mappings() + 1
         self._calls = 0
         self._has_tables = bytearray(n_pages)
         """Whether a page is known to be in the page tables, in the window or where it is mapped
@@ -251,14 +251,8 @@ class MemfdVm:
     def forget(self, pages: Sequence[int]) -> None:
         self._mappings.check_away(pages)
 
-    def os_mapped(self, range: Range) -> int:
-        return len(self.os_pages(range))
-
     def os_pages(self, range: Range) -> dict[int, int]:
         return mapped_pages(range, (self._file, *self._attached))
-
-    def mappings(self) -> int:
-        return sys.maps().count(b"\n")
 
     def physical_bytes(self) -> int:
         """Return the bytes of memory that the device occupies now, as counted against the budget,
@@ -380,13 +374,18 @@ class MemfdVm:
         if self._bound <= self._limit and self._calls < _RECOUNT_AFTER:
             return
         self._calls = 0
-        self._bound = self.mappings() + more
+        self._bound = count_mappings() + more
         if self._bound > self._limit:
             raise DeviceError(
                 "mmap",
                 f"{self._bound} mappings would pass half of vm.max_map_count; raise it "
                 f"(sysctl -w vm.max_map_count={8 * self._limit}) or use larger pages",
             )
+
+
+def count_mappings() -> int:
+    """Return the number of mappings that this process has; Linux limits it."""
+    return sys.maps().count(b"\n")
 
 
 def _call(name: str, call: Callable[[], _T]) -> _T:

@@ -108,16 +108,10 @@ class NullVm:
     def forget(self, pages: Sequence[int]) -> None:
         self._mappings.check_away(pages)
 
-    def os_mapped(self, range: Range) -> int:
-        return len(self._mappings.pages(range))
-
     def os_pages(self, range: Range) -> dict[int, int]:
         if range is self.window:
             return {page: page for page in (*_indices(self.n_pages), *self._mappings.entered())}
         return self._mappings.pages(range)
-
-    def mappings(self) -> int:
-        return self._mappings.runs()
 
     def export(self, pages: Sequence[int]) -> Exported:
         self._mappings.check_pages(pages)

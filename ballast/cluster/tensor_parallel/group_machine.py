@@ -206,7 +206,7 @@ class GroupMachine:
         kv: KvCache,
         workspaces: Sequence[Workspace],
     ) -> tuple[ModelExecutor, ...]:
-        addresses = [self.vm.where(address) for address in (*segments, kv.base)]
+        addresses = [self.vm.ranges.where(address) for address in (*segments, kv.base)]
         for i, other in enumerate(self._others, 1):
             *segments_there, kv_there = (address[i] for address in addresses)
             other.models.call(ServeModelMsg(host.spec.name, tuple(segments_there), kv_there))
@@ -254,7 +254,7 @@ class GroupMachine:
         self._own.when_lost(lambda error: self._end(str(error)))
 
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
-        targets, sources = self.vm.where(dst), self.vm.where(src)
+        targets, sources = self.vm.ranges.where(dst), self.vm.ranges.where(src)
         for i, other in enumerate(self._others, 1):
             other.memory.call(CopyMsg(targets[i], sources[i], n_bytes))
         self._own.copy(dst, src, n_bytes)
@@ -274,7 +274,9 @@ class GroupMachine:
 
     def _start_transfers(self, transfer_id: int, copies: Sequence[Copy], stream: str) -> None:
         """Have the other ranks start their parts of a transfer."""
-        places = [(self.vm.where(c.dst), self._remote_segments[c.src], c.n_bytes) for c in copies]
+        places = [
+            (self.vm.ranges.where(c.dst), self._remote_segments[c.src], c.n_bytes) for c in copies
+        ]
         for i, other in enumerate(self._others):
             theirs = [(to[1 + i], source[i], n) for to, source, n in places]
             other.memory.call(StartTransferMsg(transfer_id, theirs, stream))

@@ -166,8 +166,7 @@ class RankServer:
             case DiscardPagesMsg():
                 vm.discard(command.pages)
             case InspectMappingsMsg():
-                mapped = {} if command.base is None else vm.os_pages(self._range(command.base))
-                return MappingsReply(mapped, vm.mappings())
+                return MappingsReply(vm.os_pages(self._range(command.base)))
             case CopyMsg():
                 self._machine.copy(command.dst, command.src, command.n_bytes)
             case StartTransferMsg():

@@ -66,14 +66,10 @@ class RemoteVm(WithoutHost):
     def discard(self, pages: Sequence[int]) -> None:
         self._memory.call(DiscardPagesMsg(list(pages)))
 
-    def os_mapped(self, range: Range) -> int:
-        return len(self.os_pages(range))
-
     def os_pages(self, range: Range) -> dict[int, int]:
-        return self._inspect(range.base).mapped
-
-    def mappings(self) -> int:
-        return self._inspect(None).mappings
+        reply = self._memory.call(InspectMappingsMsg(range.base))
+        assert isinstance(reply, MappingsReply)
+        return reply.mapped
 
     def fence(self) -> Latch:
         """Return a latch that is done: a command has been carried out when its reply comes."""
@@ -102,8 +98,3 @@ class RemoteVm(WithoutHost):
 
     def close(self) -> None:
         """Nothing: the memory ends with the rank's process."""
-
-    def _inspect(self, base: int | None) -> MappingsReply:
-        reply = self._memory.call(InspectMappingsMsg(base))
-        assert isinstance(reply, MappingsReply)
-        return reply

@@ -191,9 +191,6 @@ class CudaVm(WithoutHost):
         self._enter()
         self._memory.drop([page for page in pages if page in self._memory])
 
-    def os_mapped(self, range: Range) -> int:
-        return len(self.os_pages(range))
-
     def os_pages(self, range: Range) -> dict[int, int]:
         """Return the mapped pages by index, found by two driver calls for each page."""
         self._enter()
@@ -208,10 +205,6 @@ class CudaVm(WithoutHost):
                 raise BrokenPromise(f"memory that is no page's is mapped in {range}")
             found[at] = page
         return found
-
-    def mappings(self) -> int:
-        """Number of pages mapped in ranges: one mapping each. The driver states no limit."""
-        return sum(len(self._mappings.pages(range)) for range in self._mappings.ranges())
 
     def physical_bytes(self) -> int:
         """Memory that the device's own pages have now: what counts against the budget."""

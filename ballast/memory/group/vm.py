@@ -14,12 +14,12 @@ and its error or shortage is the group's result.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.memory.group.ranges import GroupRanges
 from ballast.memory.vm import Exported, Fence, Range, Vm, WithoutHost
 
 _EMPTY = -1
@@ -37,26 +37,11 @@ class GroupVm(WithoutHost):
                 raise BrokenPromise("the ranks of a group differ in their pages")
         self.page_bytes, self.n_pages = own.page_bytes, own.n_pages
         self._vms = (own, *others)
-        self._ranges: dict[int, tuple[Range, ...]] = {}
-        """Ranges on all ranks, by the base address of the first rank's range."""
-        self._slots: dict[int, array[int]] = {}
-        self._bases: list[int] = []
-        """Bases of all ranges, ascending; replaced, never mutated."""
         self.window = own.window
-        self._ranges[own.window.base] = tuple(vm.window for vm in self._vms)
-        self._bases = [own.window.base]
-
-    def where(self, address: int) -> tuple[int, ...]:
-        """Map `address`, in a range of the first rank, to the same byte's address on each rank.
-
-        Raises BrokenPromise for an address in no range. From any thread.
-        """
-        bases = self._bases
-        at = bisect_right(bases, address) - 1
-        ranges = self._ranges.get(bases[at], ()) if at >= 0 else ()
-        if not ranges or address >= ranges[0].end:
-            raise BrokenPromise(f"{address:#x} is in no range of the group")
-        return tuple(address - ranges[0].base + r.base for r in ranges)
+        self.ranges = GroupRanges()
+        self.ranges.add([vm.window for vm in self._vms])
+        self._slots: dict[int, array[int]] = {}
+        """Pages of each range, by its base on the first rank."""
 
     def reserve(self, n_bytes: int) -> Range:
         made: list[Range] = []
@@ -67,17 +52,16 @@ class GroupVm(WithoutHost):
             undo.pop_all()
         own = made[0]
         self._slots[own.base] = array("i", [_EMPTY]) * own.n_pages
-        self._ranges[own.base] = tuple(made)
-        self._bases = sorted(self._ranges)
+        self.ranges.add(made)
         return own
 
     def release(self, range: Range) -> None:
         """A rank that cannot give its addresses back keeps them until it ends; others do."""
-        ranges = self._of(range)
+        ranges = self.ranges.of(range)
         # The own first, which checks: what the others have mapped is what it has.
         self._vms[0].release(ranges[0])
-        del self._ranges[range.base], self._slots[range.base]
-        self._bases = sorted(self._ranges)
+        self.ranges.remove(range)
+        del self._slots[range.base]
         failed: list[DeviceError] = []
         for vm, theirs in zip(self._vms[1:], ranges[1:], strict=True):
             try:
@@ -100,14 +84,14 @@ class GroupVm(WithoutHost):
             vm.unmap(theirs, at, len(pages))
 
         self._on_all(
-            self._of(range),
+            self.ranges.of(range),
             lambda vm, theirs: vm.map(theirs, at, pages, alias=alias, prefault=prefault),
             undo,
         )
         self._slots[range.base][at : at + len(pages)] = array("i", pages)
 
     def unmap(self, range: Range, at: int, n: int) -> None:
-        ranges = self._of(range)
+        ranges = self.ranges.of(range)
         pages = self._slots[range.base][at : at + n].tolist()
 
         def undo(vm: Vm, theirs: Range) -> None:
@@ -148,21 +132,14 @@ class GroupVm(WithoutHost):
         """Prefault pages on the first rank; others, to be spared a message, as they touch them."""
         self._vms[0].prefault(pages)
 
-    def os_mapped(self, range: Range) -> int:
-        return len(self.os_pages(range))
-
     def os_pages(self, range: Range) -> dict[int, int]:
         """Raises BrokenPromise where ranks differ."""
-        ranges = self._of(range)
+        ranges = self.ranges.of(range)
         found = [vm.os_pages(r) for vm, r in zip(self._vms, ranges, strict=True)]
         for rank, pages in enumerate(found):
             if pages != found[0]:
                 raise BrokenPromise(f"rank {rank} has other pages mapped in {range} than rank 0")
         return found[0]
-
-    def mappings(self) -> int:
-        """Mappings of the rank's process that has most."""
-        return max(vm.mappings() for vm in self._vms)
 
     def export(self, pages: Sequence[int]) -> Exported:
         raise DeviceError("export", "a tensor-parallel group lends no pages")
@@ -174,12 +151,6 @@ class GroupVm(WithoutHost):
     def close(self) -> None:
         for vm in reversed(self._vms):
             vm.close()
-
-    def _of(self, range: Range) -> tuple[Range, ...]:
-        ranges = self._ranges.get(range.base)
-        if ranges is None or ranges[0] != range:
-            raise BrokenPromise(f"{range} is no range of the group")
-        return ranges
 
     def _on_all(
         self,

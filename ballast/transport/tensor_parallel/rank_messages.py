@@ -85,10 +85,10 @@ class DiscardPagesMsg(_RankMessage, frozen=True):
 
 
 class InspectMappingsMsg(_RankMessage, frozen=True):
-    """Report mapped pages and the number of mappings. Answered by `MappingsReply`."""
+    """Report the pages mapped in a range. Answered by `MappingsReply`."""
 
-    base: int | None
-    """Base of the range whose pages are reported; None: no pages."""
+    base: int
+    """Base of the range."""
 
 
 class CopyMsg(_RankMessage, frozen=True):
@@ -220,8 +220,6 @@ class MappingsReply(_RankMessage, frozen=True):
 
     mapped: dict[int, int]
     """Page of the device, by page of the range."""
-    mappings: int
-    """Number of mappings of the whole process."""
 
 
 class ModelLoadedReply(_RankMessage, frozen=True):

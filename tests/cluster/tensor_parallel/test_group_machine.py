@@ -78,7 +78,7 @@ def test_a_live_group_under_pressure(paths: dict[str, Path], tmp_path: Path) -> 
         for m in state.models.values():
             m.weights.validate()
             # Asked of the operating system on both ranks; raises where they differ.
-            seen = state.pool.vm.os_mapped(m.weights.range.range)
+            seen = len(state.pool.vm.os_pages(m.weights.range.range))
             assert seen == m.weights.range.os_backed()
         report = server.device.snapshot()
     assert [a.end for a in server.answers.values() if isinstance(a.end, FailedOutput)] == []

@@ -103,7 +103,7 @@ def test_a_live_group_under_pressure(
         for m in state.models.values():
             m.weights.validate()
             # Asked of the driver on both ranks; raises where they differ.
-            seen = state.pool.vm.os_mapped(m.weights.range.range)
+            seen = len(state.pool.vm.os_pages(m.weights.range.range))
             assert seen == m.weights.range.os_backed()
         report = server.device.snapshot()
         assert driver.pinned, "weights in host memory are page-locked"

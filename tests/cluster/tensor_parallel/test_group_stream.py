@@ -37,7 +37,7 @@ def test_layers_of_a_group_rotate_and_change_no_token(paths: dict[str, Path]) ->
         weights = state.models[MODEL].weights
         weights.validate()
         # Asked of the operating system on both ranks; raises where they differ.
-        seen = state.pool.vm.os_mapped(weights.range.range)
+        seen = len(state.pool.vm.os_pages(weights.range.range))
         assert seen == weights.range.backed + weights.range.aliased
         assert weights.stream is not None
         assert weights.stream.loads.n > 0

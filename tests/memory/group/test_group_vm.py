@@ -181,16 +181,16 @@ def test_places_are_found_on_every_rank() -> None:
     vms = [NullVm(PAGE, 4) for _ in range(3)]
     vm = GroupVm(vms[0], vms[1:])
     first, second = vm.reserve(2 * PAGE), vm.reserve(PAGE)
-    own, *others = vm.where(first.base + PAGE + 5)
+    own, *others = vm.ranges.where(first.base + PAGE + 5)
     assert own == first.base + PAGE + 5
     assert len({own, *others}) == 3
     assert all(place % PAGE == 5 for place in others)
     for nowhere in (first.base - 1, first.end, second.end):
         with pytest.raises(BrokenPromise):
-            vm.where(nowhere)
+            vm.ranges.where(nowhere)
     vm.release(first)
     with pytest.raises(BrokenPromise):
-        vm.where(first.base)
+        vm.ranges.where(first.base)
 
 
 def test_a_group_lends_and_borrows_nothing() -> None:
