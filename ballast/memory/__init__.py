@@ -19,6 +19,7 @@ carries out and chooses nothing.
 - `mapping_table`: Pages by range and index; every call of a vm is checked against it.
 - `memfd`: A device's memory as a sealed memfd.
 - `page_holders`: Which owners use pages of others.
+- `page_uses`: Numbers of own and attached pages, and by how many indices each is mapped.
 - `peer_reader`: Reads of another process's pages, for requests that migrate.
 - `pool`: All pages of one device: allocate, free, promise, fence.
 - `range`: A reserved virtual address range, backed by pages where needed.

@@ -100,7 +100,7 @@ class MemfdVm:
         _call("mmap", lambda: self._map_window(0, n_pages))
 
     def enter(self, pages: Sequence[int]) -> None:
-        self._mappings.check_enter(pages)
+        self._mappings.uses.check_enter(pages)
         runs = list(runs_of(pages))
         self._guard(2 * len(runs))
         try:
@@ -110,13 +110,13 @@ class MemfdVm:
             with contextlib.suppress(OSError):
                 self._clear_window(pages)
             raise DeviceError("mmap", _reason(error)) from error
-        self._mappings.enter(pages)
+        self._mappings.uses.enter(pages)
 
     def leave(self, pages: Sequence[int]) -> None:
-        self._mappings.check_leave(pages)
+        self._mappings.uses.check_leave(pages)
         self._bound += 2 * len(pages)
         _call("mmap", lambda: self._clear_window(pages))
-        self._mappings.leave(pages)
+        self._mappings.uses.leave(pages)
 
     def prefault(self, pages: Sequence[int]) -> None:
         if not sys.can_populate():
@@ -207,7 +207,7 @@ class MemfdVm:
         self._mappings.unmap_host(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        self._mappings.check_pages(pages)
+        self._mappings.uses.check(pages)
         left = len(pages)
         for first, n in runs_of(pages):
             try:
@@ -220,7 +220,7 @@ class MemfdVm:
         return None
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._mappings.check_unused(pages)
+        self._mappings.uses.check_unused(pages)
         mode = sys.FALLOC_PUNCH_HOLE | sys.FALLOC_KEEP_SIZE
         size = self.page_bytes
         for first, n in runs_of(pages):
@@ -238,18 +238,18 @@ class MemfdVm:
             if known.device == file.device:
                 os.close(file.fd)
                 return known.first
-        first = self._mappings.attach(file.n_pages)
+        first = self._mappings.uses.attach(file.n_pages)
         self._attached.append(file.known_from(first))
         return first
 
     def detach(self, first: int) -> None:
-        self._mappings.detach(first)
+        self._mappings.uses.detach(first)
         for file in [file for file in self._attached if file.first == first]:
             os.close(file.fd)
             self._attached.remove(file)
 
     def forget(self, pages: Sequence[int]) -> None:
-        self._mappings.check_away(pages)
+        self._mappings.uses.check_away(pages)
 
     def os_pages(self, range: Range) -> dict[int, int]:
         return mapped_pages(range, (self._file, *self._attached))
@@ -260,7 +260,7 @@ class MemfdVm:
         return os.fstat(self._fd).st_blocks * 512
 
     def export(self, pages: Sequence[int]) -> Exported:
-        self._mappings.check_pages(pages)
+        self._mappings.uses.check(pages)
         return Exported(self._file.device, self.page_bytes, self.n_pages, tuple(pages), self._fd)
 
     def fence(self) -> Latch:
@@ -310,7 +310,7 @@ class MemfdVm:
         """Map adjacent pages, with their page tables if the window has them. Raises OSError."""
         size = self.page_bytes
         alone = first < self.n_pages and not any(
-            map(self._mappings.is_mapped, range(first, first + n))
+            map(self._mappings.uses.is_mapped, range(first, first + n))
         )
         if alone and self._moves:
             if not prefault or all(self._has_tables[first : first + n]):
@@ -339,7 +339,7 @@ class MemfdVm:
 
     def _put_run(self, address: int, first: int, n: int) -> None:
         size = self.page_bytes
-        shared = [page for page in range(first, first + n) if self._mappings.is_shared(page)]
+        shared = [page for page in range(first, first + n) if self._mappings.uses.is_shared(page)]
         for page in shared:
             self._has_tables[page] = 0
         alone: Sequence[int] = range(first, first + n)
@@ -362,7 +362,7 @@ class MemfdVm:
             else:
                 sys.fallocate(self._fd, 0, start, step)
         for page in range(first, first + n):
-            if self._mappings.is_mapped(page):
+            if self._mappings.uses.is_mapped(page):
                 self._drop_tables(page, 1)
             elif sys.can_populate():
                 self._has_tables[page] = 1

@@ -35,12 +35,12 @@ class NullVm:
         self._next = self.window.end + page_bytes
 
     def enter(self, pages: Sequence[int]) -> None:
-        self._mappings.check_enter(pages)
-        self._mappings.enter(pages)
+        self._mappings.uses.check_enter(pages)
+        self._mappings.uses.enter(pages)
 
     def leave(self, pages: Sequence[int]) -> None:
-        self._mappings.check_leave(pages)
-        self._mappings.leave(pages)
+        self._mappings.uses.check_leave(pages)
+        self._mappings.uses.leave(pages)
 
     def prefault(self, pages: Sequence[int]) -> None:
         """Do nothing: no page tables."""
@@ -87,34 +87,36 @@ class NullVm:
         self._mappings.unmap_host(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        self._mappings.check_pages(pages)
+        self._mappings.uses.check(pages)
         return None
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._mappings.check_unused(pages)
+        self._mappings.uses.check_unused(pages)
 
     def attach(self, exported: Exported) -> int:
         check_attach(exported, self.page_bytes, self._device)
         if exported.fd is not None:
             raise DeviceError("attach", "a vm without memory cannot map pages that have some")
         if exported.device not in self._attached:
-            self._attached[exported.device] = self._mappings.attach(exported.n_pages)
+            self._attached[exported.device] = self._mappings.uses.attach(exported.n_pages)
         return self._attached[exported.device]
 
     def detach(self, first: int) -> None:
-        self._mappings.detach(first)
+        self._mappings.uses.detach(first)
         self._attached = {key: n for key, n in self._attached.items() if n != first}
 
     def forget(self, pages: Sequence[int]) -> None:
-        self._mappings.check_away(pages)
+        self._mappings.uses.check_away(pages)
 
     def os_pages(self, range: Range) -> dict[int, int]:
         if range is self.window:
-            return {page: page for page in (*_indices(self.n_pages), *self._mappings.entered())}
+            return {
+                page: page for page in (*_indices(self.n_pages), *self._mappings.uses.entered())
+            }
         return self._mappings.pages(range)
 
     def export(self, pages: Sequence[int]) -> Exported:
-        self._mappings.check_pages(pages)
+        self._mappings.uses.check(pages)
         return Exported(self._device, self.page_bytes, self.n_pages, tuple(pages), None)
 
     def fence(self) -> Latch:

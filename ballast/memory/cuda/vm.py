@@ -64,18 +64,18 @@ class CudaVm(WithoutHost):
         self.window = Range(driver.reserve(most * page_bytes, page_bytes), most, page_bytes)
 
     def enter(self, pages: Sequence[int]) -> None:
-        self._mappings.check_enter(pages)
+        self._mappings.uses.check_enter(pages)
         if missing := [page for page in pages if page not in self._memory]:
             raise DeviceError("cuMemMap", f"pages {missing} of another device are not exported")
         self._enter()
         self._map_window(pages)
-        self._mappings.enter(pages)
+        self._mappings.uses.enter(pages)
 
     def leave(self, pages: Sequence[int]) -> None:
-        self._mappings.check_leave(pages)
+        self._mappings.uses.check_leave(pages)
         self._enter()
         self._unmap_window(pages)
-        self._mappings.leave(pages)
+        self._mappings.uses.leave(pages)
 
     def prefault(self, pages: Sequence[int]) -> None:
         """Do nothing: mapping enters the device's page tables."""
@@ -123,7 +123,7 @@ class CudaVm(WithoutHost):
         self._mappings.unmap(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
-        self._mappings.check_pages(pages)
+        self._mappings.uses.check(pages)
         self._enter()
         bare = [page for page in pages if page not in self._memory]
         try:
@@ -132,7 +132,7 @@ class CudaVm(WithoutHost):
             self._show([page for page in bare if page in self._memory])
 
     def discard(self, pages: Sequence[int]) -> None:
-        self._mappings.check_unused(pages)
+        self._mappings.uses.check_unused(pages)
         self._enter()
         full = [page for page in pages if page in self._memory]
         self._unmap_window(full)
@@ -164,7 +164,7 @@ class CudaVm(WithoutHost):
         assert isinstance(opened.imported, CudaImport)
         self._enter()
         if exported.device not in self._attached:
-            start = self._mappings.attach(exported.n_pages)
+            start = self._mappings.uses.attach(exported.n_pages)
             self._attached[exported.device] = (start, exported.n_pages)
         first, _ = self._attached[exported.device]
         handles = {
@@ -172,22 +172,22 @@ class CudaVm(WithoutHost):
             for page, handle in zip(exported.pages, opened.imported.release_handles(), strict=True)
         }
         # One that is mapped is lent still, so its memory is the same.
-        again = [page for page in handles if self._mappings.is_mapped(page)]
+        again = [page for page in handles if self._mappings.uses.is_mapped(page)]
         self._memory.drop_handles([handles.pop(page) for page in again])
         self._memory.replace(handles)
         return first
 
     def detach(self, first: int) -> None:
-        self._mappings.check_detach(first)
+        self._mappings.uses.check_detach(first)
         self._enter()
         for device, (start, n) in list(self._attached.items()):
             if start == first:
                 self._memory.drop(self._memory.within(start, n))
                 del self._attached[device]
-        self._mappings.detach(first)
+        self._mappings.uses.detach(first)
 
     def forget(self, pages: Sequence[int]) -> None:
-        self._mappings.check_away(pages)
+        self._mappings.uses.check_away(pages)
         self._enter()
         self._memory.drop([page for page in pages if page in self._memory])
 
@@ -217,7 +217,7 @@ class CudaVm(WithoutHost):
 
     def export(self, pages: Sequence[int]) -> Exported:
         """To the driver each page is memory of its own, so each has a descriptor."""
-        self._mappings.check_pages(pages)
+        self._mappings.uses.check(pages)
         self._enter()
         fds: list[int] = []
         try:
@@ -281,7 +281,7 @@ class CudaVm(WithoutHost):
 
     def _in_window(self) -> list[int]:
         """Pages mapped in the window."""
-        return [*self._memory.within(0, self.n_pages), *self._mappings.entered()]
+        return [*self._memory.within(0, self.n_pages), *self._mappings.uses.entered()]
 
     def _show(self, created: Sequence[int]) -> None:
         """Map pages in the window that have just been created; where that fails, none is left."""
