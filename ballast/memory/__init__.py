@@ -20,6 +20,7 @@ carries out and chooses nothing.
 - `memfd`: A device's memory as a sealed memfd.
 - `page_holders`: Which owners use pages of others.
 - `page_uses`: Numbers of own and attached pages, and by how many indices each is mapped.
+- `memfd_pages`: Pages of a memfd in a window and in ranges, with their page tables.
 - `peer_reader`: Reads of another process's pages, for requests that migrate.
 - `pool`: All pages of one device: allocate, free, promise, fence.
 - `range`: A reserved virtual address range, backed by pages where needed.

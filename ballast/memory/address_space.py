@@ -1,6 +1,6 @@
 """Reserve addresses of this process, and map shared memory beneath them a second time.
 
-Used by `vm_memfd`; Linux only.
+Used by `vm_memfd` and `memfd_pages`; Linux only.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 from mmap import PAGESIZE
 
+from ballast.core.errors import DeviceError
 from ballast.core.units import MiB, ceil_div
 from ballast.memory import syscalls as sys
 
 TABLE_BYTES = 2 * MiB
 """What a page table maps: between addresses that begin with one, page tables move whole."""
+
+_RECOUNT_AFTER = 4096
+"""Checks after which mappings are counted anew even if the bound still looks good."""
 
 
 def reserve_aligned(n_bytes: int, alignment: int) -> int:
@@ -79,3 +83,39 @@ def end_share(source: int, address: int, n_bytes: int, *, moves: bool) -> None:
 
 def _whole(n_bytes: int) -> int:
     return ceil_div(n_bytes, PAGESIZE) * PAGESIZE
+
+
+def count_mappings() -> int:
+    """Return the number of mappings that this process has; Linux limits it."""
+    return sys.maps().count(b"\n")
+
+
+class MappingLimit:
+    """Keeps the process below half of the mappings that Linux allows it.
+
+    Counts an upper bound, as far as its user's calls go: a fixed map adds at most 2.
+    """
+
+    def __init__(self) -> None:
+        self._most = sys.max_map_count() // 2
+        self._bound = count_mappings() + 1
+        self._checks = 0
+
+    def add(self, n: int) -> None:
+        """Count `n` mappings that a call may add."""
+        self._bound += n
+
+    def check(self, n: int) -> None:
+        """Count `n` mappings that a call may add; raises DeviceError if they would be too many."""
+        self._checks += 1
+        self._bound += n
+        if self._bound <= self._most and self._checks < _RECOUNT_AFTER:
+            return
+        self._checks = 0
+        self._bound = count_mappings() + n
+        if self._bound > self._most:
+            raise DeviceError(
+                "mmap",
+                f"{self._bound} mappings would pass half of vm.max_map_count; raise it "
+                f"(sysctl -w vm.max_map_count={8 * self._most}) or use larger pages",
+            )

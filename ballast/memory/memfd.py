@@ -34,14 +34,14 @@ class DeviceFile:
         try:
             fd = os.memfd_create("ballast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise DeviceError("memfd_create", error.strerror or str(error)) from error
+            raise syscalls.failed("memfd_create", error) from error
         try:
             os.ftruncate(fd, n_pages * page_bytes)
             # Nobody who gets hold of the file can shrink it under our mappings (a fatal signal).
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(fd)
-            raise DeviceError("ftruncate", error.strerror or str(error)) from error
+            raise syscalls.failed("ftruncate", error) from error
         return cls(fd, 0, n_pages, page_bytes, _device(fd))
 
     @classmethod

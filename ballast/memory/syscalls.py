@@ -1,6 +1,6 @@
 """Call Linux memory functions that Python lacks (mmap, madvise, ...), by ctypes.
 
-ctypes releases the GIL in each call.
+ctypes releases the GIL in each call. Functions raise OSError; `checked` turns it into DeviceError.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from mmap import PAGESIZE as PAGESIZE
+from typing import TypeVar
 
 from ballast.core.errors import DeviceError
+
+_T = TypeVar("_T")
 
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 0x1, 0x2, 0x10, 0x20
@@ -217,6 +221,19 @@ def maps() -> bytes:
         while part := file.read(1 << 20):
             parts.append(part)
     return b"".join(parts)
+
+
+def failed(name: str, error: OSError) -> DeviceError:
+    """Return the error of a device whose system call `name` has failed."""
+    return DeviceError(name, error.strerror or str(error))
+
+
+def checked(name: str, call: Callable[[], _T]) -> _T:
+    """Return what `call` returns; raises DeviceError where it raises OSError."""
+    try:
+        return call()
+    except OSError as error:
+        raise failed(name, error) from error
 
 
 def _error() -> OSError:

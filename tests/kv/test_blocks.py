@@ -12,10 +12,11 @@ from ballast.core.units import KiB
 from ballast.kv.blocks import KvCache
 from ballast.kv.compaction import plan
 from ballast.kv.slabs import Slabs
+from ballast.memory.address_space import count_mappings
 from ballast.memory.pool import Pool
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Range
-from ballast.memory.vm_memfd import MemfdVm, count_mappings
+from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 
 PAGE = 256

@@ -10,11 +10,12 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import KiB
 from ballast.memory import syscalls
+from ballast.memory.address_space import count_mappings
 from ballast.memory.pool import Pool
 from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Latch, Vm
-from ballast.memory.vm_memfd import MemfdVm, count_mappings
+from ballast.memory.vm_memfd import MemfdVm
 
 PAGE = 64 * KiB
 
@@ -162,7 +163,7 @@ def test_a_failing_map_undoes_the_lease(memfd: MemfdVm, monkeypatch: pytest.Monk
     a = BackedRange(pool, memfd, "a", 16 * PAGE)
     b = BackedRange(pool, memfd, "b", 16 * PAGE)
     assert b.back(0, 1) is None
-    monkeypatch.setattr(memfd, "_moves", False)
+    monkeypatch.setattr(memfd._memory, "moves", False)
     real, calls = syscalls.mmap, []
 
     def fail_second(*args: int) -> int:

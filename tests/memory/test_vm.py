@@ -14,9 +14,10 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise, DeviceError
 from ballast.core.units import KiB
 from ballast.memory import syscalls
+from ballast.memory.address_space import count_mappings
 from ballast.memory.tensor import array_at
 from ballast.memory.vm import Range, Vm
-from ballast.memory.vm_memfd import MemfdVm, count_mappings
+from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
 
 PAGE = 64 * KiB
@@ -134,7 +135,7 @@ def test_populate_needs_no_mapping_and_discard_undoes_it(memfd: MemfdVm) -> None
 def _resident_bytes(memfd: MemfdVm) -> int:
     """Of its file in this process, wherever that is mapped, as the system counts them. Pages of
     other files come and go."""
-    inode, found, mine = os.fstat(memfd._fd).st_ino, 0, False
+    inode, found, mine = os.fstat(memfd._memory.file.fd).st_ino, 0, False
     with open("/proc/self/smaps") as file:
         for line in file:
             name, *values = line.split()
@@ -295,7 +296,7 @@ def test_populate_without_the_kernels_help(memfd: MemfdVm, monkeypatch: pytest.M
 def test_a_failing_map_leaves_nothing_mapped(
     memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memfd, "_moves", False)
+    monkeypatch.setattr(memfd._memory, "moves", False)
     r = memfd.reserve(8 * PAGE)
     real, calls = syscalls.mmap, []
 
