@@ -67,7 +67,7 @@ class Worker:
         self._leases: dict[tuple[str, int, int], tuple[int, ...]] = {}
         """Lent, by borrower, epoch and lease."""
         self._deaf = False
-        self._pool.populate_some(n_pages)
+        self._pool.free_pages.populate_some(n_pages)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:

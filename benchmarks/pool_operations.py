@@ -260,7 +260,7 @@ class RandomRun:
         self._arena.resize(self._random.randint(0, 16) * self._vm.page_bytes)
 
     def _populate(self) -> None:
-        self._pool.populate_some(self._random.randint(1, 8))
+        self._pool.free_pages.populate_some(self._random.randint(1, 8))
 
     def _start_over(self) -> None:
         """A model is gone, and comes back later."""

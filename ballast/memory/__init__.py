@@ -19,13 +19,13 @@ carries out and chooses nothing.
 - `mapping_table`: Pages by range and index; every call of a vm is checked against it.
 - `memfd`: A device's memory as a sealed memfd.
 - `page_holders`: Which owners use pages of others.
+- `page_reservations`: Pages promised or guaranteed to owners before they allocate them.
 - `page_uses`: Numbers of own and attached pages, and by how many indices each is mapped.
 - `memfd_pages`: Pages of a memfd in a window and in ranges, with their page tables.
 - `peer_reader`: Reads of another process's pages, for requests that migrate.
 - `pool`: All pages of one device: allocate, free, promise, fence.
 - `range`: A reserved virtual address range, backed by pages where needed.
 - `range_indices`: What is mapped at each index of a range.
-- `reservations`: Pages promised or guaranteed to owners before they allocate them.
 - `reserve`: A background thread that populates free pages ahead of need.
 - `runs`: A set of page numbers kept as runs of neighbours.
 - `share`: Send pages to another process, as file descriptors.

@@ -6,7 +6,7 @@ Changed by `Pool` only. Pure bookkeeping: no memory is touched. Invariants, chec
 - `free + reclaiming + sum(owned)` is the number of pages;
 - `promised <= free + reclaiming`;
 - what an owner lacks of the pages *guaranteed* to it is kept for it, beside its promise, as far as
-  pages are free (`Reservations`);
+  pages are free (`PageReservations`);
 - only an owned page can have holders, any number; owner and holder differ, and the owner cannot
   free the page until the last of them has unmapped it;
 - pages *borrowed* from another device have numbers of their own, above those of this device's, and
@@ -24,7 +24,7 @@ import numpy as np
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 from ballast.memory.page_holders import PageHolders
-from ballast.memory.reservations import Reservations
+from ballast.memory.page_reservations import PageReservations
 
 _FREE = -1
 _AWAY = -2
@@ -43,7 +43,7 @@ class Ledger:
         self.borrowed = Counter[str]()
         """Pages of other devices that are here, by device."""
         self.holders = PageHolders()
-        self.reservations = Reservations(self.owned)
+        self.reservations = PageReservations(self.owned)
         self._codes = array("i", [_FREE]) * n_pages
         self._ids: dict[str, int] = {}
         self._names: list[str] = []

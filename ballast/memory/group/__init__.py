@@ -1,6 +1,5 @@
 """Present the memory of a tensor-parallel group as one device's: all ranks do the same.
 
 - `link`: The link of a group: a transfer has landed when all ranks have their parts.
-- `ranges`: Ranges of a group, and their bytes, on all ranks.
 - `vm`: `Vm` of a group: one page is one page on every rank.
 """

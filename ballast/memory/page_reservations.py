@@ -11,7 +11,7 @@ from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
 
 
-class Reservations:
+class PageReservations:
     """Promises and guarantees by owner. An allocation uses a promise up; a guarantee stands, and
     reserves, beside the promise, what its owner lacks of it."""
 

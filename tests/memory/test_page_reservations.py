@@ -6,11 +6,11 @@ import pytest
 
 from ballast.core.actions import Short
 from ballast.core.errors import BrokenPromise
-from ballast.memory.reservations import Reservations
+from ballast.memory.page_reservations import PageReservations
 
 
 def test_a_promise_is_refused_whole_and_used_up_in_parts() -> None:
-    made = Reservations(lambda owner: 0)
+    made = PageReservations(lambda owner: 0)
     assert made.promise("a", 3, spare=2) == Short(1)
     assert made.promise("a", 1, spare=-2) == Short(1)
     assert made.promised == 0
@@ -26,7 +26,7 @@ def test_a_promise_is_refused_whole_and_used_up_in_parts() -> None:
 
 def test_a_guarantee_reserves_what_its_owner_lacks_beside_its_promise() -> None:
     owned = {"a": 1}
-    made = Reservations(lambda owner: owned.get(owner, 0))
+    made = PageReservations(lambda owner: owned.get(owner, 0))
     assert made.guarantee("a", 3)
     assert not made.guarantee("a", 3)
     assert made.promise("a", 2, spare=2) is None
@@ -38,7 +38,7 @@ def test_a_guarantee_reserves_what_its_owner_lacks_beside_its_promise() -> None:
 
 
 def test_promises_beyond_the_room_are_found() -> None:
-    made = Reservations(lambda owner: 0)
+    made = PageReservations(lambda owner: 0)
     made.promise("a", 3, spare=3)
     with pytest.raises(BrokenPromise, match="promised 3 of 2"):
         made.validate(2)
