@@ -19,6 +19,7 @@ from ballast.weights.gguf_config import tensor_name
 
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,), "IQ1_M": ()}
 """Where a block has its scales, if not at its start alone."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TOKENS = [*bytes_to_unicode().values(), "<|im_start|>", "<|im_end|>", "ab", "cd"]
@@ -82,9 +83,11 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
     n = int(np.prod(shape)) // found.elements
     made = rng.integers(0, 256, (n, found.n_bytes), dtype=np.uint8)
     for at in scales_at(kind):
-        size = 0.001 if kind.endswith("_K") else 0.02
+        size = 0.001 if found.elements == 256 else 0.02
         scale = rng.uniform(-size, size, (n, 1)).astype("<f2")
         made[:, at : at + 2] = scale.view(np.uint8)
+    if kind == "IQ1_M":  # whose scale lies in four parts, the highest here: of about 2^-9
+        made[:, 55] = made[:, 55] & 15 | 16
     return made.tobytes()
 
 

@@ -1,9 +1,16 @@
-"""Each kind of KV under pressure: no token changes.
+"""Each kind of KV under pressure, moved, and after a crash: no token changes.
 
-One model of each kind (`KINDS`) in a pool so small that models are evicted and requests preempted
-in mid-generation, while every seventh job of all models raises after it has computed. Greedy output
-is compared with `transformers`, token by token, as in `benchmarks/exactness.py`. Keys, by kind and
-in sum: `wrong` (0), `tokens`, `evictions`, `preemptions`, `failed_jobs`.
+- `pressure`: one model of each kind (`KINDS`) in a pool so small that models are evicted and
+  requests preempted in mid-generation, while every seventh job of all models raises after it has
+  computed.
+- `moved`: running requests of each kind migrate to another device with their KV.
+- `killed`: the worker that runs them dies (both of `benchmarks/kv_moves.py`, which also have KV in
+  8 bits beside the others).
+
+Greedy output is compared with `transformers`, token by token, as in `benchmarks/exactness.py`.
+Keys, in sum: `wrong` (0), `tokens`, `evictions`, `preemptions`, `failed_jobs`, and `moved` and
+`killed`, the requests that moved and that ran when their worker died; by kind in `kinds`,
+`moved_by_kind` and `killed_by_kind`.
 
 `--kv-dtype int8`: the same with KV in 8 bits, against `transformers` with keys and values rounded
 to the same 8 bits (`rounded_kv`). An element that lies between two of its steps may be rounded to
@@ -28,12 +35,15 @@ from ballast.core.event import JobResult
 from ballast.core.job import SequenceWork
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings
+from benchmarks import kv_moves
+from benchmarks.architectures import SPECIAL
 from benchmarks.common import finish, options
 from benchmarks.exactness import Verdict, asked, compare, reference, tight
 from benchmarks.families import make
+from benchmarks.kv_moves import FAULTS
 from benchmarks.tiny import tiny
 
-LATENT = "latent attention"
+LATENT, SHARED = "latent attention", "layers that share KV"
 KINDS: dict[str, str] = {
     "gated delta net": "qwen3_next",
     "Mamba2": "bamba",
@@ -42,10 +52,17 @@ KINDS: dict[str, str] = {
     "heads by layer": "gemma4_text",
     "windows and all": "gemma3_text",
     "windows alone": "mistral",
+    SHARED: "gemma3n_text",
 }
 """A family of each kind, made small."""
+ROUNDED = "KV in 8 bits"
+"""A kind that only `moved` and `killed` have: under pressure all kinds are, by `--kv-dtype`."""
 ROUNDING = 2e-3
 """Margin of logits with KV in 8 bits: what a few elements rounded the other way change."""
+PRESSURE = "pressure"
+EVERY_FAULT = [PRESSURE, *FAULTS]
+DISTURBANCES = ("evictions", "preemptions", "failed_jobs")
+"""What is counted under pressure."""
 _EVERY = 7
 """Of this many jobs of a model one fails."""
 
@@ -111,14 +128,37 @@ def rounded_kv(model: torch.nn.Module) -> Iterator[None]:
         modeling.eager_attention_forward = eager
 
 
+def made(kind: str, scratch: Path) -> Path:
+    """Return the checkpoint of a kind, made if it is not there."""
+    family = KINDS.get(kind, "llama")
+    changes: dict[str, Any] = SPECIAL[family]["shared keys"] if kind == SHARED else {}
+    if not (scratch / family).exists():
+        make(scratch / family, tiny(family, **changes))
+    return scratch / family
+
+
+def faulty(
+    scratch: Path, kv_dtype: str, only: Sequence[str], faults: Sequence[str] = FAULTS
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """By fault and kind: the verdict, and how many requests the fault met."""
+    kinds = [k for k in only if kv_dtype == "auto" or k != LATENT]
+    rounded = [*kinds, ROUNDED] if kv_dtype == "int8" else [ROUNDED]
+    models = {
+        kind: {
+            "path": str(made(kind, scratch)),
+            "kv_dtype": "int8" if kind in rounded else "auto",
+        }
+        for kind in [*kinds, ROUNDED]
+    }
+    return kv_moves.measure(models, faults, dict.fromkeys(rounded, (ROUNDING, rounded_kv)))
+
+
 def measure(
     scratch: Path, n: int, kv_dtype: str, only: Sequence[str] = tuple(KINDS)
 ) -> dict[str, Any]:
     """By kind: the verdict, and how often memory moved."""
     kinds = {kind: KINDS[kind] for kind in only if kv_dtype == "auto" or kind != LATENT}
-    paths = {family: scratch / family for family in kinds.values()}
-    for family, path in paths.items():
-        make(path, tiny(family))
+    paths = {family: made(kind, scratch) for kind, family in kinds.items()}
     requests = asked([*paths], n, seed=2)
     more = {"block_tokens": 16, "kv_dtype": kv_dtype}
     answers, moved = pressed(tight(paths, more=more, models=1), requests)
@@ -135,12 +175,15 @@ def measure(
     return found
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = ("tokens", "wrong", "ties", "evictions", "preemptions", "failed_jobs")
+def table(
+    found: Mapping[str, Mapping[str, Any]], met: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> Table:
+    columns = ("tokens", "wrong", "ties", *DISTURBANCES, "met")
     shown = Table("", "ok", *columns, "log-prob. error")
-    for kind, v in found.items():
+    rows = {**found, **{f"{kind}, {f}": v for f, by in met.items() for kind, v in by.items()}}
+    for name, v in rows.items():
         error = f"{v['logprob_error']:.1e}"
-        shown.add_row(kind, str(v["ok"]), *(str(v[c]) for c in columns), error)
+        shown.add_row(name, str(v["ok"]), *(str(v.get(c, "")) for c in columns), error)
     return shown
 
 
@@ -148,17 +191,24 @@ def main() -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
         parser.add_argument("--only", nargs="+", choices=KINDS, default=[*KINDS], help="kinds")
+        parser.add_argument("--faults", nargs="*", choices=EVERY_FAULT, default=EVERY_FAULT)
 
     args = options(__doc__, extra=extra)
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        found = measure(Path(scratch), 2 if args.quick else 10, args.kv_dtype, args.only)
-    sums = {
-        key: sum(v[key] for v in found.values())
-        for key in ("wrong", "tokens", "evictions", "preemptions", "failed_jobs")
-    }
-    disturbed = all(sums[key] > 0 for key in ("evictions", "preemptions", "failed_jobs"))
-    ok = disturbed and all(v["ok"] for v in found.values())
-    finish(args, "kv_kinds", {"kinds": found, **sums, "ok": ok}, table(found))
+        if PRESSURE in args.faults:
+            requests = 2 if args.quick else 10
+            found = measure(Path(scratch), requests, args.kv_dtype, args.only)
+        others = [fault for fault in FAULTS if fault in args.faults]
+        met = faulty(Path(scratch), args.kv_dtype, args.only, others) if others else {}
+    every = [*found.values(), *(v for by_kind in met.values() for v in by_kind.values())]
+    sums: dict[str, int] = {key: sum(v[key] for v in every) for key in ("wrong", "tokens")}
+    if found:
+        sums |= {key: sum(v[key] for v in found.values()) for key in DISTURBANCES}
+    sums |= {fault: sum(v["met"] for v in by_kind.values()) for fault, by_kind in met.items()}
+    ok = all(v["ok"] for v in every) and all(sums[key] > 0 for key in sums if key != "wrong")
+    by_fault = {f"{fault}_by_kind": by_kind for fault, by_kind in met.items()}
+    finish(args, "kv_kinds", {"kinds": found, **by_fault, **sums, "ok": ok}, table(found, met))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Quantised models: wrong tokens, memory, and speed against bfloat16 and against llama.cpp.
 
 Exactness: a small GGUF file of each type with random blocks, and a small checkpoint of each format
-of quantised safetensors (`benchmarks.quantised_files`), served in float32 with its matrices packed,
-token by token against `transformers` on the weights as dequantised.
+of quantised safetensors (`benchmarks.quantised_files`; of MXFP4 a GPT-OSS), served in float32 with
+its matrices packed, token by token against `transformers` on the weights as dequantised.
 
 Speed: GGUF files of each type and checkpoints of some formats (`FORMATS`) in the shape of a Llama
 of 110M, and the files of `--gguf`, against the same weights in bfloat16, and GGUF files against
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ballast.bench.inprocess import InProcess
 from ballast.core.units import MiB
@@ -59,7 +59,10 @@ OURS, BF16, LLAMACPP = "ballast", "bf16", "llamacpp"
 
 def check(kind: str, scratch: Path) -> exactness.Verdict:
     """Serve a small file of one type, or a checkpoint of one format, and compare all tokens."""
-    if kind in quantised_files.FORMATS:
+    if kind == quantised_files.MXFP4:
+        directory = scratch / kind
+        reference = make_experts(directory, SMALL)
+    elif kind in quantised_files.FORMATS:
         directory = scratch / kind
         reference = make(directory, kind, SMALL)
     else:
@@ -95,6 +98,29 @@ def make(directory: Path, name: str, sizes: GgufSizes) -> Any:
     )
     model = LlamaForCausalLM(config).eval()
     quantised_files.quantise(model, directory, name)
+    return model
+
+
+def make_experts(directory: Path, sizes: GgufSizes) -> Any:
+    """Write a GPT-OSS with its experts in MXFP4; returns as `make`."""
+    torch.manual_seed(1)
+    config = GptOssConfig(
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.hidden // sizes.heads,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=sizes.vocab,
+        max_position_embeddings=sizes.context,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        initializer_range=1 / math.sqrt(sizes.hidden) * 2,
+        attn_implementation="eager",
+    )
+    model = GptOssForCausalLM(config).eval()
+    quantised_files.quantise_experts(model, directory)
     return model
 
 
@@ -224,7 +250,7 @@ def table(verdicts: Mapping[str, exactness.Verdict], found: Mapping[str, Any]) -
 
 def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--types", default=",".join(TYPES), help="GGUF's types (comma)")
-    known = ",".join(quantised_files.FORMATS)
+    known = ",".join([*quantised_files.FORMATS, quantised_files.MXFP4])
     parser.add_argument("--formats", default=known, help="formats of safetensors (comma)")
     parser.add_argument(
         "--linear", default="auto", help="of the quantised models whose speed is measured: int8"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ballast.kernels.panel_forms import E2M1, FP4, NF4
@@ -63,6 +63,24 @@ def quantise(
     values = json.loads(written_at.read_text())
     written_at.write_text(json.dumps(values | {"quantization_config": config}))
     return {path: weight for path, (_, weight) in more.items()}
+
+
+def quantise_experts(model: Any, directory: Path) -> None:
+    """Save a GPT-OSS with its experts in MXFP4; the model gets them as dequantised."""
+    model.save_pretrained(directory)
+    stored = load_file(directory / "model.safetensors")
+    for i, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name)
+            blocks, scales, found = mxfp4(weight.data.transpose(1, 2))
+            stem = f"model.layers.{i}.mlp.experts.{name}"
+            del stored[stem]
+            stored |= {f"{stem}_blocks": blocks.contiguous(), f"{stem}_scales": scales.contiguous()}
+            weight.data = found.transpose(1, 2).contiguous()
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    written_at = directory / "config.json"
+    values = json.loads(written_at.read_text())
+    written_at.write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def affine(
@@ -292,3 +310,5 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "bnb-fp4": ({**_BNB, "load_in_4bit": True}, four_bits("fp4")),
 }
 """Quantisation as config.json states it, and how a matrix is quantised, by name."""
+MXFP4 = "mxfp4"
+"""What `quantise_experts` writes."""

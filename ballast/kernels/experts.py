@@ -1,8 +1,9 @@
 """Build the operation tables of mixture-of-experts layers on CPU.
 
-Used by `models.fused.experts` and for packing of weights. A layer has two tables of the linear
-kernel for each expert (`Experts`), and one of its own, whose fields are those of `experts_code`.
-`Routing` holds the model's parameters: experts per row, and whether their shares are normalised.
+Used by `models` and for packing of weights. A layer has two tables of the linear kernel for each
+expert (`Experts`), and one of its own, whose fields are those of `experts_code`. `Routing` holds
+the model's parameters: experts per row, and whether their shares are normalised. Where a module of
+`transformers` routes and gates, `StackedMatrices` are the products alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from ballast.core.errors import BrokenPromise
 from ballast.kernels import experts_code as code
-from ballast.kernels import linear, quantised, team
+from ballast.kernels import linear, linear_code, quantised, team
 from ballast.kernels.linear_code import N_FIELDS as LINEAR_FIELDS
 
 Array = np.ndarray[Any, Any]
@@ -137,6 +140,48 @@ class Experts:
         self.tables[:, (code.ROUTED, code.COMBINED, code.DONE)] = 0
         self.tables[:, code.ROWS] = rows
         self.tables[:, code.ITEM_ROWS] = item_rows
+
+
+class StackedMatrices:
+    """Matrices of one shape in quantised panels, each of which multiplies rows of its own: those of
+    a layer's experts where another than `Experts` computes the rest. One product at a time."""
+
+    def __init__(self, weights: Array, n: int, k: int, form: str) -> None:
+        """`weights`: int64 (matrices,), addresses of the panels of n outputs and k inputs. Compiles
+        the kernels, unless Numba's cache has them (seconds)."""
+        self.count = len(weights)
+        self._linears = quantised.tables(weights, n, k, form)
+        self._shape = n, k
+        self._table = np.zeros(code.N_FIELDS, np.int64)
+        self._table[code.EXPERTS] = self.count
+        self._table[code.LINEAR] = quantised.kernel(form)
+        self._table[code.GATE_UPS] = self._linears.ctypes.data
+        with _compiling:
+            self._kernel = code.address_of("gate_up")
+
+    def multiply(self, x: Tensor, counts: Array, index: Array | None = None) -> Tensor:
+        """Return (slots, n), float32: the products of slots, of which each matrix has `counts` in
+        turn, int64 (matrices,). One without slots is not read.
+
+        x: float32 (rows, k), contiguous. `index`: int64 (slots,), the row of each slot; None: slot
+        i has row i.
+        """
+        (n, k), tables = self._shape, self._linears
+        firsts, slots = counts.cumsum() - counts, int(counts.sum())
+        if x.dtype != torch.float32 or x.shape[1:] != (k,) or not x.is_contiguous():
+            raise BrokenPromise(f"{x.dtype} {tuple(x.shape)} are not rows of {k} float32")
+        if len(counts) != self.count or slots != len(x if index is None else index):
+            raise BrokenPromise(f"{len(counts)} counts of {slots} slots do not fit the matrices")
+        out = torch.empty(slots, n)
+        linear.place(tables, 0, (x.data_ptr(), k), (out.data_ptr(), n))
+        tables[:, linear_code.ROWS] = counts
+        tables[:, linear_code.OUT] += 4 * n * firsts
+        if index is None:
+            tables[:, linear_code.X] += 4 * k * firsts
+        else:
+            tables[:, linear_code.X_INDEX] = index.ctypes.data + 8 * firsts
+        team.run(self._kernel, self._table.ctypes.data, torch.get_num_threads())
+        return out
 
 
 def kernels(dtype: torch.dtype) -> tuple[int, ...]:

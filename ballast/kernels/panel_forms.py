@@ -14,10 +14,10 @@ some parts. Codes of 4 to 6 bits lie as 32-bit words, one for each output, with 
 eight inputs each; then words with the high bits of the block's inputs. Codes of 8 and 16 bits lie
 input by input. So one vector load reads a code of many outputs, whatever the form.
 
-A form's name is that of its kind. GGUF's types are kinds by themselves, and their bits are those of
-the type; K-types' subscales of 6 bits take 8. Other formats choose their scales' dtype and span,
-and the order in which inputs are read: ``INT4Z-BF16:128``, ``INT4Z-F16:128+d41d8cd9`` (inputs in an
-order with this digest, so that equal names have equal orders).
+A form's name is that of its kind. GGUF's types and MXFP4 are kinds by themselves, and their bits
+are those of the type; K-types' subscales of 6 bits take 8. Other formats choose their scales' dtype
+and span, and the order in which inputs are read: ``INT4Z-BF16:128``, ``INT4Z-F16:128+d41d8cd9``
+(inputs in an order with this digest, so that equal names have equal orders).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ BLOCK = 32
 """Inputs of a block."""
 
 SCALES = {"F16": 2, "BF16": 2, "F32": 4}
-"""Bytes of a scale by its dtype."""
+"""Bytes of a scale by its dtype, where formats choose it."""
+EXPONENTS = "E8M0"
+"""Dtype of scales that are powers of two: a byte, the exponent plus 127 (255 is NaN)."""
+_SCALE_BYTES = {**SCALES, EXPONENTS: 1}
 _ORDER_ALIGNMENT = 64
 _ROUNDED = "/int8"
 """End of the name of a form whose matrices are multiplied by activations in int8."""
@@ -64,17 +67,23 @@ class PanelForm(NamedTuple):
     is_float8: bool = False
     """Whether codes of 8 bits are float8 (E4M3, without infinity)."""
     scale: str = ""
-    """Dtype of scales; empty: GGUF's float16, known when the kernel is compiled."""
+    """Dtype of scales; empty: GGUF's float16, known when the kernel is compiled, as `EXPONENTS`
+    are."""
     is_ordered: bool = False
     """Whether int32 indices of the inputs, in the order in which they are read, follow the
     panels."""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale."""
+        return _SCALE_BYTES[self.scale or "F16"]
 
     @property
     def head_bytes(self) -> int:
         """Bytes of a span's scales, offsets and zeros."""
         if self.bits == 16:
             return 0
-        return PANEL * (SCALES[self.scale or "F16"] * (1 + self.has_offset) + self.has_zeros)
+        return PANEL * (self.scale_bytes * (1 + self.has_offset) + self.has_zeros)
 
     @property
     def subscale_bytes(self) -> int:
@@ -128,16 +137,16 @@ FORMS = {
     "FP8": PanelForm(8, is_float8=True, scale="F32"),
     "NF4": PanelForm(4, values=NF4, scale="F32"),
     "FP4": PanelForm(4, values=FP4, scale="F32"),
-    "E2M1": PanelForm(4, values=E2M1, scale="F32"),
+    "MXFP4": PanelForm(4, values=E2M1, scale=EXPONENTS),
 }
-"""All kinds by name: GGUF's name of the type that they hold, or one whose span, dtype of scales and
-order are in the form's name."""
+"""All kinds by name: the name of the type that they hold (GGUF's, MXFP4), or one whose span, dtype
+of scales and order are in the form's name."""
 _KINDS = {name: number for number, name in enumerate(FORMS)}
 _SCALE_KINDS = {name: number for number, name in enumerate(SCALES)}
 
 
 def form_name(kind: str, scale: str, span: int, order: str = "") -> str:
-    """Return the name of a form of a kind that is not GGUF's; `order`: digest of its inputs'
+    """Return the name of a form of a kind that is no type by itself; `order`: digest of its inputs'
     order."""
     return f"{kind}-{scale}:{span}" + (f"+{order}" if order else "")
 
@@ -178,7 +187,7 @@ def number_of(name: str) -> int:
     """Return a form as the kernels' tables hold it: its kind, its scales' dtype (8 bits further)
     and the blocks of its spans (16 bits further)."""
     form = form_of_name(name)
-    scale = _SCALE_KINDS[form.scale or "F16"]
+    scale = _SCALE_KINDS.get(form.scale, _SCALE_KINDS["F16"])
     return _KINDS[kind_of(name)] | scale << 8 | form.span // BLOCK << 16
 
 

@@ -22,8 +22,8 @@ from ballast.kernels import quantised_code as code
 from ballast.kernels import quantised_dots_code as dots
 from ballast.kernels.panel_forms import (
     BLOCK,
+    EXPONENTS,
     PANEL,
-    SCALES,
     PanelForm,
     form_of_name,
     is_rounded,
@@ -36,9 +36,16 @@ from ballast.kernels.panel_forms import (
 Array = np.ndarray[Any, Any]
 
 _compiling = threading.Lock()
+_LARGEST_EXPONENT = 252
+"""Of a scale, as stored, with which all codes are finite: 6 x 2^125."""
 _ROWS = 16 * PANEL
 """Rows that are packed at once, so that what is unpacked meanwhile stays small."""
-_SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_SCALE_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    EXPONENTS: torch.uint8,
+}
 
 
 class PackedRows(NamedTuple):
@@ -47,8 +54,8 @@ class PackedRows(NamedTuple):
     codes: Tensor
     """uint8 (n, k); of float16 (n, 2 * k): the bytes of the weights."""
     scales: Tensor
-    """(n, spans), in the dtype of the form's scales; with offsets (n, 2 * spans), after each scale
-    its offset. Of float16 (n, k): the weights."""
+    """(n, spans), in the dtype of the form's scales (exponents: uint8); with offsets
+    (n, 2 * spans), after each scale its offset. Of float16 (n, k): the weights."""
     zeros: Tensor | None = None
     """uint8 (n, spans)"""
     subscales: Tensor | None = None
@@ -130,8 +137,13 @@ def pack(rows: PackedRows, name: str, k: int) -> Tensor:
 
 def is_finite(rows: PackedRows, name: str) -> bool:
     """Return whether all scales and codes are finite: then so are weights."""
+    form = form_of_name(name)
+    if form.scale == EXPONENTS:
+        if int(rows.scales.max()) <= _LARGEST_EXPONENT:
+            return True
+        return bool(dequantise(rows, name).isfinite().all())
     finite = bool(rows.scales.isfinite().all())
-    return finite and not (form_of_name(name).is_float8 and bool((rows.codes & 127 == 127).any()))
+    return finite and not (form.is_float8 and bool((rows.codes & 127 == 127).any()))
 
 
 def dequantise(rows: PackedRows, name: str) -> Tensor:
@@ -149,12 +161,19 @@ def dequantise(rows: PackedRows, name: str) -> Tensor:
     whole = pad(found, (0, -k % form.span)).view(n, -1, form.span)
     if rows.zeros is not None:
         whole = whole - rows.zeros[..., None].float()
-    found = (whole * rows.scales[..., None].float()).flatten(1)[:, :k]
+    found = (whole * _numbers(rows.scales, form)[..., None]).flatten(1)[:, :k]
     if rows.order is None:
         return found
     in_order = torch.empty(n, k)
     in_order[:, rows.order.long()] = found
     return in_order
+
+
+def _numbers(scales: Tensor, form: PanelForm) -> Tensor:
+    """Return scales as float32."""
+    if form.scale == EXPONENTS:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return scales.float()
 
 
 def _panel_rows(rows: PackedRows, first: int) -> PackedRows:
@@ -178,8 +197,8 @@ def _pack_spans(rows: PackedRows, form: PanelForm, k: int, target: Tensor) -> No
 
     at = 0
     if form.bits != 16:
-        scale = SCALES[form.scale or "F16"]
-        dtype = {2: torch.int16, 4: torch.int32}[scale]
+        scale = form.scale_bytes
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[scale]
         scales = rows.scales.to(_SCALE_DTYPES[form.scale or "F16"]).contiguous().view(dtype)
         at = PANEL * scale * (1 + form.has_offset)
         target[..., :at].view(dtype).view(panels, spans, -1, PANEL).copy_(by_output(scales))

@@ -44,7 +44,7 @@ from ballast.kernels.linear_code import (
     sums_memory,
     unpacked_tile,
 )
-from ballast.kernels.panel_forms import BLOCK, FORMS, PANEL, SCALES
+from ballast.kernels.panel_forms import BLOCK, EXPONENTS, FORMS, PANEL, SCALES
 from ballast.kernels.vector_code import LANES, compiles_for, multiply_add
 
 _SLICE = 2 * BLOCK
@@ -100,8 +100,9 @@ class BlockPlace:
     def __init__(self, builder, kind, form, panel, block):
         self.is_wide = None
         """Whether scales are float32; None: known when this is compiled, not to be."""
+        self._are_exponents = kind.scale == EXPONENTS
         blocks, head = _int64(kind.span // BLOCK), _int64(kind.head_bytes)
-        if kind.scale:
+        if kind.scale and not self._are_exponents:
             scale = builder.and_(builder.lshr(form, _int64(8)), _int64(255))
             self.is_wide = builder.icmp_unsigned("==", scale, _int64(_SCALE_KINDS["F32"]))
             self.is_half = builder.icmp_unsigned("==", scale, _int64(_SCALE_KINDS["F16"]))
@@ -117,6 +118,8 @@ class BlockPlace:
 
     def scale(self, builder, lane):
         """Return the scales of LANES outputs from `lane` on, as float32."""
+        if self._are_exponents:
+            return _power_of_two(builder, at_lane(builder, self.span, lane, 1))
         if self.is_wide is None:
             return _half(builder, at_lane(builder, self.span, lane, 2))
         address = builder.add(self.span, builder.mul(lane, self.scale_bytes))
@@ -278,6 +281,17 @@ def _bfloat16(builder, address):
     bits = builder.load(builder.inttoptr(address, pointer), align=2)
     wide = builder.zext(bits, ir.VectorType(_I32, LANES))
     return builder.bitcast(builder.shl(wide, _ints(16)), ir.VectorType(_F32, LANES))
+
+
+def _power_of_two(builder, address):
+    """Powers of two as float32, by their exponents plus 127, a byte each: the exponent of a float32
+    as it is, but for the least, which has a bit of the fraction."""
+    pointer = ir.VectorType(_I8, LANES).as_pointer()
+    found = builder.load(builder.inttoptr(address, pointer), align=1)
+    wide = builder.zext(found, ir.VectorType(_I32, LANES))
+    is_least = builder.icmp_unsigned("==", wide, _ints(0))
+    bits = builder.select(is_least, _ints(1 << 22), builder.shl(wide, _ints(23)))
+    return builder.bitcast(bits, ir.VectorType(_F32, LANES))
 
 
 def _float8(builder, address):

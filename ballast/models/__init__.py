@@ -17,6 +17,7 @@ Packages from `engine` up may import it; `engine`, `cluster` and `bench` do. It 
 - `linears`: Linear modules that compute from packed weights.
 - `module`: The `transformers` module of a model, its parameters views of pool memory.
 - `on_cpu`: Choose the executor of a model on CPU.
+- `packed_experts`: Experts of a module, computed from quantised panels.
 - `parallel`: Package: tensor-parallel ranks, and the exchange of tensors between them.
 - `pooled_states`: Recurrent states of sequences, in the blocks of their KV.
 - `profile_run`: Measure the activation memory of a model's jobs when it is loaded.

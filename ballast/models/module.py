@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ballast.core.errors import BrokenPromise
-from ballast.models import attention, linears
+from ballast.models import attention, linears, packed_experts
 from ballast.weights.buffers import set_up_buffers
 from ballast.weights.host import HostModel
 from ballast.weights.packing import DTYPES, PANELS
-from ballast.weights.segment import Segment
+from ballast.weights.packing_experts import EXPERT_PANELS
+from ballast.weights.segment import PackedTensor, Segment
 
 View = Callable[[int, Sequence[int], torch.dtype], Tensor]
 """Returns a tensor of a shape and dtype at an address: `memory.tensor.tensor_at`, or its
@@ -82,6 +83,7 @@ def _place(
 ) -> None:
     """Make every parameter (and persistent buffer) a view of its place; touches no memory there."""
     left = set(module.state_dict())
+    experts: dict[str, dict[str, tuple[PackedTensor, int]]] = {}
     for segment, base in zip(segments, addresses, strict=True):
         for packed in segment.tensors:
             if packed.layout == PANELS:
@@ -90,6 +92,11 @@ def _place(
                 at, dtype = base + packed.offset, DTYPES[packed.dtype]
                 linears.replace(linear, at, dtype, invariant, packed.form)
                 left.discard(name)
+                continue
+            if packed.layout == EXPERT_PANELS:
+                path, _, leaf = packed.names[0].rpartition(".")
+                experts.setdefault(path, {})[leaf] = packed, base + packed.offset
+                left.discard(packed.names[0])
                 continue
             tensor = view(base + packed.offset, packed.shape, DTYPES[packed.dtype])
             # Tied names share one Parameter, as they did before.
@@ -102,5 +109,7 @@ def _place(
                 else:
                     owner._buffers[leaf] = tensor
                 left.discard(name)
+    for path, matrices in experts.items():
+        packed_experts.replace(module.get_submodule(path), matrices)
     if left:
         raise BrokenPromise(f"no segment holds {sorted(left)}")

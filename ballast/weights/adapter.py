@@ -8,7 +8,6 @@ device whenever the base is. B is kept transposed, as the kernels read it: (rank
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -33,6 +32,7 @@ from ballast.core.levels import level_fields
 from ballast.core.model import AdapterSpec, ModelSpec
 from ballast.core.settings import AdapterSettings
 from ballast.fleet.unfinished_download import unfinished
+from ballast.memory.tensor import tensor_at
 from ballast.weights import packed_delta
 from ballast.weights.assemble import READABLE, Recipe, Sources
 from ballast.weights.config import read_json
@@ -206,17 +206,20 @@ def _load(
         PackedTensor((name,), tuple(t.shape), base.dtype, 0, t.nbytes, PLAIN, (name,))
         for name, t in tensors.items()
     ]
-    tensors |= packed_delta.read(parts.packed)
     placed += [packed_delta.tensor(d) for d in parts.packed]
     segment = pack(f"adapter {settings.name}", placed)
     n = 2 * len(pairs)
+    with packed_delta.reading(parts.packed) as packed_by_name:
 
-    def fill(piece: Piece) -> bytes:
-        address = tensors[piece.tensor.names[0]].data_ptr() + piece.start
-        ctypes.memmove(piece.address, address, piece.n_bytes)
-        return hashlib.sha256(ctypes.string_at(address, piece.n_bytes)).digest()
+        def fill(piece: Piece) -> bytes:
+            # Differences in few bits are as large as a quantised model: one at a time is read.
+            name = piece.tensor.names[0]
+            made = packed_by_name[name]() if name in packed_by_name else tensors[name]
+            part = made.view(-1).view(torch.uint8)[piece.start : piece.start + piece.n_bytes]
+            tensor_at(piece.address, part.shape, part.dtype).copy_(part)
+            return hashlib.sha256(part.numpy().data).digest()
 
-    memory = HostBytes(settings.name, [segment], fill, 1, tier)
+        memory = HostBytes(settings.name, [segment], fill, 1, tier)
     deltas = tuple(
         LoraDelta(pair.module, *modules[pair.module], pair.rank, pair.scale, a, b)
         for pair, a, b in zip(pairs, segment.tensors[:n:2], segment.tensors[1:n:2], strict=True)

@@ -5,7 +5,8 @@ Found by `ballast.weights.inspection`; sharding, packing and assembly go by it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ballast.core.model import LayerKv, StateTensor
@@ -58,6 +59,9 @@ class Architecture:
     """Beginning of the names of layers' tensors, up to the layer's number."""
     linears: frozenset[str]
     """Weights of linear modules that are used by calling these modules and in no other way."""
+    experts: Mapping[str, bool] = field(default_factory=dict)
+    """Likewise the matrices of `transformers`' modules of experts, (experts, outputs, inputs);
+    true: the last two the other way round."""
     recipe: DecoderRecipe | None
     """How the fast path computes a layer; None: it cannot compute layers of this kind."""
     conversions: tuple[Any, ...]

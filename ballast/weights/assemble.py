@@ -56,7 +56,8 @@ class Recipe:
 
     @classmethod
     def of(cls, source: Stored) -> Recipe:
-        return cls(source.shape, (Run(source, 0, math.prod(source.shape)),))
+        runs = tuple(Run(m, 0, math.prod(m.shape)) for m in source.matrices)
+        return cls(source.shape, runs)
 
     @property
     def plain(self) -> Stored | None:
@@ -300,10 +301,7 @@ class Sources:
             assert source.packing is not None, "a matrix of one tensor"
             rows = unpack.rows_of(source, self._whole)
             found = quantised.dequantise(rows, source.packing.form)
-            if len(source.shape) == 3:  # whose matrices are stored transposed
-                experts, k, n = source.shape
-                found = found.view(experts, n, k).transpose(1, 2)
-            self._dequantised.elements = found.reshape(-1)
+            self._dequantised.elements = (found.T if source.transposed else found).reshape(-1)
             self._dequantised.source = source
         elements: Tensor = self._dequantised.elements
         return elements

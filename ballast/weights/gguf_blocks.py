@@ -31,7 +31,11 @@ def dequantise(data: Tensor, kind: TensorType) -> Tensor:
         from transformers.integrations.gguf.dequant import dequantize
     except ImportError as error:
         raise UnsupportedModel("GGUF: this version of transformers cannot read it") from error
-    found: Tensor = dequantize(data, _NUMBERS[kind.name], torch.float32)
+    try:
+        found: Tensor = dequantize(data, _NUMBERS[kind.name], torch.float32)
+    except ValueError as error:  # a type that came later
+        reason = f"GGUF: {kind.name}: this version of transformers does not dequantise it"
+        raise UnsupportedModel(reason) from error
     return found.reshape(-1)
 
 

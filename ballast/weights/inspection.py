@@ -10,7 +10,7 @@ more of it than it can do, or would compute something else in our batches
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,13 @@ from ballast.weights.support_checks import (
     check_module,
     kv_sizes,
 )
-from ballast.weights.weightless import is_light, is_plain_linear, make_weightless, replace_linears
+from ballast.weights.weightless import (
+    expert_matrices,
+    is_light,
+    is_plain_linear,
+    make_weightless,
+    replace_linears,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +92,7 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
         raise UnsupportedModel(f"{kind}: it computes logits at every position")
     vocab, hidden = _vocabulary(module)
     fixed_positions = _fixed_rotary_positions(text, positions)
-    linears = _linears(module, segments, positions)
+    linears, experts = _replaceable(module, segments, positions)
     served = min(fixed_positions, length or fixed_positions)
     latent = _check_agreement(module, segments, seen, prefix, served, kind)
     sizes = _sizes(seen, hidden, _intermediate(text, segments))
@@ -114,6 +120,7 @@ def _inspect(config: Any, kind: str, length: int | None) -> Architecture:
         segments=segments,
         prefix=prefix,
         linears=linears,
+        experts=experts,
         recipe=_recipe(module, segments, seen, prefix, sizes, served),
         conversions=conversions,
         base_prefix=str(module.base_model_prefix),
@@ -148,26 +155,43 @@ def _without_weights(module: nn.Module, kind: str) -> None:
     make_weightless(module, kind)
 
 
-def _linears(
+def _replaceable(
     module: nn.Module, segments: Sequence[tuple[str, Sequence[ModelTensor]]], positions: int
-) -> frozenset[str]:
-    """Return `Architecture.linears`, found by running the module once more without these
-    weights."""
+) -> tuple[frozenset[str], dict[str, bool]]:
+    """Return `Architecture.linears` and `experts`, found by running the module once more without
+    these weights."""
     alone = {w.names[0] for _, wanted in segments for w in wanted if len(w.names) == 1}
     alone -= {f"{path}.{UP}.weight" for path in latent_paths(module)}
-    found: dict[str, nn.Module] = {}
-    for path, linear in module.named_modules():
-        if is_plain_linear(linear) and f"{path}.weight" in alone:
-            found[f"{path}.weight"] = linear
-    weights = {name: linear._parameters.pop("weight") for name, linear in found.items()}
+    served = {w.names[0] for _, wanted in segments for w in wanted if w.dtype is None}
+    linears: dict[str, nn.Module] = {}
+    experts: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        if is_plain_linear(part) and f"{path}.weight" in alone:
+            linears[f"{path}.weight"] = part
+        names = {f"{path}.{leaf}" for leaf in expert_matrices(part)}
+        if names <= alone & served:
+            experts |= dict.fromkeys(sorted(names), part)
+    if experts and _runs_without({**linears, **experts}, module, positions):
+        turned = {name: bool(part.is_transposed) for name, part in experts.items()}
+        return frozenset(linears), turned
+    if _runs_without(linears, module, positions):
+        return frozenset(linears), {}
+    return frozenset(), {}
+
+
+def _runs_without(found: Mapping[str, nn.Module], module: nn.Module, positions: int) -> bool:
+    """Return whether a module can be run without parameters, by their names with their owners: some
+    code looks at weights by itself."""
+    leaves = {name: name.rpartition(".")[2] for name in found}
+    weights = {name: owner._parameters.pop(leaves[name]) for name, owner in found.items()}
     try:
         probe(module, positions)
-    except Exception:  # noqa: BLE001 - whatever it is: some code looks at weights by itself
-        return frozenset()
+    except Exception:  # noqa: BLE001 - whatever it is
+        return False
     finally:
-        for name, linear in found.items():
-            linear._parameters["weight"] = weights[name]
-    return frozenset(found)
+        for name, owner in found.items():
+            owner._parameters[leaves[name]] = weights[name]
+    return True
 
 
 def _vocabulary(module: Any) -> tuple[int, int]:

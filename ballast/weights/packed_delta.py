@@ -7,8 +7,10 @@ adapter's segment, in the panels of `ballast.kernels.panel_forms`. Used by `adap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -69,17 +71,19 @@ def split(
     return left, tuple(by_module[m] for m in modules if m in by_module)
 
 
-def read(deltas: Sequence[StoredDelta]) -> dict[str, Tensor]:
-    """Read differences into panels: flat uint8, by the names of `tensor`. Raises CheckpointError
-    for those that are not finite."""
-    found: dict[str, Tensor] = {}
+@contextmanager
+def reading(deltas: Sequence[StoredDelta]) -> Iterator[Mapping[str, Callable[[], Tensor]]]:
+    """Open the files of differences; yields what reads each into panels, flat uint8, by the names
+    of `tensor`. These raise CheckpointError for differences that are not finite."""
     with Sources([Recipe.of(d.matrix) for d in deltas]) as sources:
-        for d in deltas:
-            rows = sources.read_rows(Recipe.of(d.matrix), d.form)
-            if not quantised.is_finite(rows, d.form):
-                raise d.matrix.error("it holds NaN or infinite values")
-            found[_name(d)] = quantised.pack(rows, d.form, d.matrix.shape[1])
-    return found
+        yield {_name(d): partial(_read, d, sources) for d in deltas}
+
+
+def _read(delta: StoredDelta, sources: Sources) -> Tensor:
+    rows = sources.read_rows(Recipe.of(delta.matrix), delta.form)
+    if not quantised.is_finite(rows, delta.form):
+        raise delta.matrix.error("it holds NaN or infinite values")
+    return quantised.pack(rows, delta.form, delta.matrix.shape[1])
 
 
 def tensor(delta: StoredDelta) -> PackedTensor:

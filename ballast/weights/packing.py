@@ -61,12 +61,15 @@ def as_stored(
     forms: Forms = NO_FORMS,
 ) -> Layout:
     """Lay tensors out as in the architecture, except weights named in `linears`, which are in
-    panels, quantised if they have one of `forms`.
+    panels, quantised if they have one of `forms`, and experts all of which have one.
 
     In `dtype`, except tensors with a dtype of their own.
     """
+    experts = packing_experts.kept_packed(architecture, forms)
 
     def tensor(w: ModelTensor) -> PackedTensor:
+        if (turned := experts.get(w.names[0])) is not None:
+            return packing_experts.as_panels(w, dtype, forms[w.names[0]], turned)
         layout = PANELS if w.names[0] in linears and len(w.names) == 1 else PLAIN
         form = forms.get(w.names[0], "") if layout == PANELS and w.dtype is None else ""
         return _tensor(w.names, w.shape, w.dtype or dtype, layout, (w.names[0],), form)

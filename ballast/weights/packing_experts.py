@@ -1,16 +1,18 @@
-"""Choose the memory layout of a layer's experts, for `models/fused/experts.py`.
+"""Choose the memory layout of a layer's experts.
 
 `transformers` holds a layer's experts as two tensors, (experts, 2 * inner, hidden) and (experts,
-hidden, inner). In memory each expert's matrix is in panels of its own (`kernels/linear.py`), one
-after the other: a step reads only the experts that its rows are routed to. The router is as stored.
-Each expert is read, packed and written by itself. Quantised ones stay so where those of all layers
-are in one form.
+hidden, inner), some kinds with the last two dimensions the other way round. In memory each expert's
+matrix is in panels of its own (`kernels/linear.py`), one after the other: a step reads only the
+experts that its rows are routed to. The router is as stored. Each expert is read, packed and
+written by itself. Quantised ones stay so where those of all layers are in one form, and on the
+generic path (`models/packed_experts.py`) in any: `as_panels`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ EXPERT_GATED = "expert_gated"
 LAYOUTS = frozenset({EXPERT_PANELS, EXPERT_GATED})
 
 ROUTER, GATE_UP, DOWN = "router", "experts.gate_up", "experts.down"
-"""Roles of a layer's tensors."""
+"""Roles of a layer's tensors on the fast path (`models/fused/experts.py`)."""
 _ROLES = {
     ROUTER: ("mlp.gate.weight", PLAIN),
     GATE_UP: ("mlp.experts.gate_up_proj", EXPERT_GATED),
@@ -73,6 +75,24 @@ def uniform_forms(architecture: Architecture, forms: Mapping[str, str]) -> Mappi
     if all(len(kind) == 1 and "" not in kind for kind in kinds):
         return forms
     return {n: form for n, form in forms.items() if not n.endswith(tuple(ends.values()))}
+
+
+def kept_packed(architecture: Architecture, forms: Mapping[str, str]) -> Mapping[str, bool]:
+    """Return the experts' matrices that the generic path multiplies in panels, as
+    `Architecture.experts`: those of the modules all of whose matrices have a form."""
+    by_module: dict[str, list[str]] = {}
+    for name in architecture.experts:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    whole = [names for names in by_module.values() if all(n in forms for n in names)]
+    return {name: architecture.experts[name] for names in whole for name in names}
+
+
+def as_panels(w: ModelTensor, dtype: str, form: str, turned: bool) -> PackedTensor:
+    """Return the matrices of a layer's experts as quantised panels, for the generic path; `turned`:
+    as of `Architecture.experts`."""
+    experts, n, k = w.shape
+    shape = (experts, k, n) if turned else (experts, n, k)
+    return _tensor(w.names[0], replace(w, shape=shape), dtype, EXPERT_PANELS, form)
 
 
 def pop_experts(

@@ -211,10 +211,11 @@ def _experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     trace = _trace.get()
-    down: Tensor = module.down_proj  # type: ignore[assignment]
-    width = down[0].numel() // hidden_states.shape[-1]
+    down: Tensor | None = getattr(module, "down_proj", None)  # None: it is run without
+    if down is not None:
+        width = down[0].numel() // hidden_states.shape[-1]
+        trace.expert_intermediate = max(trace.expert_intermediate, width)
     trace.experts_per_token = max(trace.experts_per_token, top_k_index.shape[-1])
-    trace.expert_intermediate = max(trace.expert_intermediate, width)
     return torch.zeros_like(hidden_states)
 
 

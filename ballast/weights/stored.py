@@ -110,7 +110,10 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
 
     def n_bytes(t: Stored) -> int:
         form = form_of(t, dtype) if packed else ""
-        return packed_bytes(form, *t.shape) if form else item * math.prod(t.shape)
+        if not form:
+            return item * math.prod(t.shape)
+        *outer, n, k = t.shape
+        return math.prod(outer) * packed_bytes(form, *((k, n) if t.transposed else (n, k)))
 
     return {name: n_bytes(t) for name, t in tensors.items()}
 
@@ -118,11 +121,11 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
 def form_of(stored: Stored, served: str) -> str:
     """Return the form of quantised panels that a matrix keeps where models are served in a dtype by
     our kernels on CPUs; empty: it has none."""
-    if len(stored.shape) != 2:
-        return ""
     if stored.packing is not None:
         form = stored.packing.form
         return "" if form_of_name(form).span % BLOCK else form
+    if len(stored.shape) != 2:
+        return ""
     if stored.path.suffix != GGUF_SUFFIX:
         return ""
     name = stored.dtype.removeprefix(BLOCK_PREFIX)

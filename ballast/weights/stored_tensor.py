@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ballast.core.errors import CheckpointError
@@ -79,5 +79,30 @@ class Stored:
             return (self,)
         return tuple(part for _, part in self.packing.parts)
 
+    @property
+    def matrices(self) -> tuple[Stored, ...]:
+        """The matrices of a tensor of several that are quantised, each by itself; of any other, the
+        tensor."""
+        packing = self.packing
+        if packing is None or len(self.shape) == 2:
+            return (self,)
+        each = range(self.shape[0])
+        parts = [(role, [_part_of(stored, i) for i in each]) for role, stored in packing.parts]
+        return tuple(
+            replace(
+                _part_of(self, i),
+                name=f"{self.name}[{i}]",
+                packing=replace(packing, parts=tuple((role, of[i]) for role, of in parts)),
+            )
+            for i in each
+        )
+
     def error(self, reason: str) -> CheckpointError:
         return CheckpointError(str(self.path), self.name, reason)
+
+
+def _part_of(stored: Stored, i: int) -> Stored:
+    """Return part i of a tensor along its first dimension."""
+    n_bytes = stored.n_bytes // stored.shape[0]
+    start = stored.start + i * n_bytes
+    return replace(stored, shape=stored.shape[1:], start=start, n_bytes=n_bytes)

@@ -85,6 +85,16 @@ def _has_experts(owner: nn.Module) -> bool:
     return hasattr(owner, "_is_expert_parallel")
 
 
+def expert_matrices(owner: Any) -> tuple[str, ...]:
+    """Return the names of the matrices of a module of experts that `transformers`' interface
+    computes; empty: it is none, or has them in another way."""
+    if not _has_experts(owner):
+        return ()
+    names = ("gate_up_proj" if owner.has_gate else "up_proj", "down_proj")
+    found = [owner._parameters.get(name) for name in names]
+    return names if all(p is not None and p.dim() == 3 for p in found) else ()
+
+
 def is_plain_linear(owner: nn.Module) -> bool:
     """Whether a module computes x W^T + b, and nothing else."""
     return isinstance(owner, nn.Linear) and type(owner).forward is nn.Linear.forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,8 +21,10 @@ from ballast.core.job import SequenceWork
 from ballast.core.settings import AdapterSettings, DeviceSettings, ModelSettings
 from ballast.core.units import MiB
 from ballast.engine.sizing import check_room
+from ballast.weights.adapter import load_adapter
 from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostTier
+from ballast.weights.meta_module import linear_modules
 from benchmarks.families import config, make
 from tests.models.test_families import of, tokens_of
 from tests.models.tiny import GREEDY, Served, llama, save
@@ -115,6 +119,34 @@ def test_a_fine_tune_of_high_rank_is_kept_in_few_bits(
     torch.testing.assert_close(ours, of(plain, tokens), rtol=0, atol=5e-4)
     theirs = of(tune, tokens)
     assert (ours - theirs).norm() < 0.2 * (alone - theirs).norm()
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors that this process has."""
+    found = [o.untyped_storage() for o in gc.get_objects() if type(o) is torch.Tensor]
+    return sum({s.data_ptr(): s.nbytes() for s in found if s.device.type == "cpu"}.values())
+
+
+def test_matrices_in_few_bits_are_read_one_at_a_time(base: Path, tmp_path: Path) -> None:
+    tuned(base, tmp_path / "tune", rank=60, size=0.03, changed=EVERY)
+    made = make_delta(base, tmp_path / "tune", tmp_path / "delta", rank=8)
+    host = load_host_model(ModelSettings(name="base", path=str(base)))
+    gc.collect()
+    before, held, pieces = tensor_bytes(), list[int](), itertools.count()
+
+    def look() -> None:
+        if next(pieces) % 5 == 0:
+            held.append(tensor_bytes() - before)
+
+    modules = linear_modules(host.config)
+    settings = AdapterSettings(name="tune", path=str(made.path))
+    adapter = load_adapter(settings, host.spec, modules, HostTier(look))
+    sizes = [p.weight.n_bytes for p in adapter.packed]
+    adapter.memory.close()
+    host.close()
+    assert len(sizes) == 3 * len(EVERY)
+    assert len(held) >= 4
+    assert max(held) < 2 * max(sizes) < sum(sizes) / 4
 
 
 def test_matrices_of_both_kinds_and_bits_in_one_delta(base: Path, tmp_path: Path) -> None:

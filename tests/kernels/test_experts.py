@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ballast.kernels import experts, linear, team
-from ballast.kernels.experts import ExpertBuffers, Experts, Routing
+from ballast.core.errors import BrokenPromise
+from ballast.kernels import experts, linear, quantised, team
+from ballast.kernels.experts import ExpertBuffers, Experts, Routing, StackedMatrices
 from ballast.kernels.linear_code import DOTS
+from ballast.kernels.panel_forms import packed_bytes
+from ballast.kernels.quantised import PackedRows
+from ballast.memory import syscalls
+from ballast.memory.tensor import tensor_at
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -170,3 +176,69 @@ def test_what_is_not_a_number_goes_to_some_experts() -> None:
     x[0] = float("nan")
     assert sum(mixture.run(x, among)) == 6
     assert torch.equal(among[2:], alone)
+
+
+class Stack:
+    """Random matrices (outputs, inputs) in MXFP4, each on pages of its own."""
+
+    def __init__(self, n: int, outputs: int, inputs: int) -> None:
+        draw = torch.Generator().manual_seed(n)
+        self.shape, self.n_bytes = (n, outputs, inputs), packed_bytes("MXFP4", outputs, inputs)
+        self.each = -(-self.n_bytes // syscalls.PAGESIZE) * syscalls.PAGESIZE
+        flags = syscalls.MAP_PRIVATE | syscalls.MAP_ANONYMOUS
+        write = syscalls.PROT_READ | syscalls.PROT_WRITE
+        self.base = syscalls.mmap(0, n * self.each, write, flags)
+        self.weights = []
+        for i in range(n):
+            codes = torch.randint(0, 16, (outputs, inputs), generator=draw, dtype=torch.uint8)
+            exponents = torch.randint(118, 124, (outputs, inputs // 32), generator=draw)
+            rows = PackedRows(codes, exponents.to(torch.uint8))
+            self.weights.append(quantised.dequantise(rows, "MXFP4"))
+            panels = quantised.pack(rows, "MXFP4", inputs)
+            tensor_at(self.base + i * self.each, panels.shape, panels.dtype).copy_(panels)
+        at = self.base + self.each * np.arange(n)
+        self.matrices = StackedMatrices(at, outputs, inputs, "MXFP4")
+
+    def forbid(self, kept: set[int]) -> None:
+        """From now on whoever reads another matrix than these dies."""
+        for i in range(len(self.weights)):
+            if i not in kept:
+                syscalls.mprotect(self.base + i * self.each, self.each, syscalls.PROT_NONE)
+
+    def close(self) -> None:
+        syscalls.munmap(self.base, len(self.weights) * self.each)
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    made = Stack(6, 150, 96)
+    yield made
+    made.close()
+
+
+def test_each_stacked_matrix_multiplies_its_rows(stack: Stack) -> None:
+    counts, x = np.array([1, 0, 40, 3, 0, 17]), torch.randn(9, 96)
+    index = np.random.default_rng(1).integers(0, 9, counts.sum())
+    found = stack.matrices.multiply(x, counts, index)
+    of = np.repeat(np.arange(6), counts)
+    expected = torch.stack([stack.weights[e] @ x[row] for e, row in zip(of, index, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    in_order = stack.matrices.multiply(x[index].contiguous(), counts)
+    assert torch.equal(in_order, found)
+    for slot in (0, 5, 60):  # alone, to the bit
+        alone, row = np.bincount([of[slot]], minlength=6), index[slot : slot + 1]
+        assert torch.equal(stack.matrices.multiply(x, alone, row)[0], found[slot])
+
+
+def test_a_stacked_matrix_without_rows_is_not_read(stack: Stack) -> None:
+    counts, x = np.array([0, 2, 0, 0, 30, 0]), torch.randn(32, 96)
+    before = stack.matrices.multiply(x, counts)
+    stack.forbid({1, 4})
+    assert torch.equal(stack.matrices.multiply(x, counts), before)
+
+
+def test_rows_that_do_not_fit_stacked_matrices(stack: Stack) -> None:
+    counts, x = np.array([0, 2, 0, 0, 1, 0]), torch.randn(3, 96)
+    for bad in ((x.double(), counts), (x[:, :64], counts), (x, counts[:5]), (x[:2], counts)):
+        with pytest.raises(BrokenPromise):
+            stack.matrices.multiply(*bad)

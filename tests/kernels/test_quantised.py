@@ -11,6 +11,8 @@ from ballast.core.errors import BrokenPromise
 from ballast.fleet.gguf_header import TYPES
 from ballast.kernels import layer, linear, quantised, team
 from ballast.kernels.panel_forms import (
+    E2M1,
+    EXPONENTS,
     FORMS,
     form_name,
     form_of_name,
@@ -28,7 +30,7 @@ K = 512
 
 GGUF = [name for name, form in FORMS.items() if not form.scale]
 OTHERS = ["INT4-BF16:64", "INT4Z-F16:128", "INT4Z-BF16:32", "INT8-F32:512", "INT8Z-F16:64"]
-OTHERS += ["FP8-F32:128", "NF4-F32:64", "FP4-F32:64", "E2M1-BF16:32", "INT4-F32:64"]
+OTHERS += ["FP8-F32:128", "NF4-F32:64", "FP4-F32:64", "MXFP4", "INT4-F32:64"]
 NAMES = [*GGUF, *OTHERS, "INT8Z-BF16:64+an order"]
 SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -50,7 +52,10 @@ def other(name: str, n: int, seed: int) -> tuple[PackedRows, Tensor]:
     codes = torch.randint(0, 1 << form.bits, (n, K), generator=draw, dtype=torch.uint8)
     if form.is_float8:
         codes[codes & 127 == 127] = 5
-    scales = (torch.rand(n, spans, generator=draw) / 16 + 0.01).to(SCALES[form.scale])
+    if form.scale == EXPONENTS:
+        scales = torch.randint(119, 124, (n, spans), generator=draw, dtype=torch.uint8)
+    else:
+        scales = (torch.rand(n, spans, generator=draw) / 16 + 0.01).to(SCALES[form.scale])
     zeros = torch.randint(0, 1 << form.bits, (n, spans), generator=draw, dtype=torch.uint8)
     order = torch.randperm(K, generator=draw).int() if form.is_ordered else None
     rows = PackedRows(codes, scales, zeros if form.has_zeros else None, order=order)
@@ -125,7 +130,7 @@ def test_rows_of_an_embedding(name: str) -> None:
 def test_scales_that_are_not_finite_are_found(name: str) -> None:
     rows, _ = matrix(name, 64)
     assert quantised.is_finite(rows, name)
-    rows.scales[63, -1] = float("inf")
+    rows.scales[63, -1] = float("inf") if rows.scales.is_floating_point() else 255
     assert not quantised.is_finite(rows, name)
 
 
@@ -133,6 +138,28 @@ def test_codes_that_are_not_finite_are_found() -> None:
     rows, _ = matrix("FP8-F32:128", 64)
     rows.codes[63, 1] = 255
     assert not quantised.is_finite(rows, "FP8-F32:128")
+
+
+def test_powers_of_two_are_those_of_all_exponents() -> None:
+    codes = torch.arange(70 * K, dtype=torch.int32).view(70, K) % 16
+    exponents = (torch.arange(70 * K // 32) % 253).to(torch.uint8).view(70, -1)
+    rows = PackedRows(codes.to(torch.uint8), exponents)
+    powers = torch.tensor([2.0 ** (e - 127) for e in range(253)], dtype=torch.float64)
+    expected = torch.tensor(E2M1, dtype=torch.float64)[codes.long()].view(70, -1, 32)
+    expected = (expected * powers[exponents.long()][..., None]).view(70, K)
+    assert quantised.is_finite(rows, "MXFP4")
+    packed = quantised.pack(rows, "MXFP4", K)
+    found = multiply(torch.eye(K), packed, "MXFP4", 70).T
+    assert torch.equal(found.double(), expected)
+
+
+def test_powers_of_two_beyond_float32_are_found_by_their_codes() -> None:
+    rows, _ = matrix("MXFP4", 64)
+    rows.scales[5, 3] = 253
+    rows.codes[5, 96:128] = 5  # 3 x 2^126
+    assert quantised.is_finite(rows, "MXFP4")
+    rows.codes[5, 100] = 6  # 4 x 2^126
+    assert not quantised.is_finite(rows, "MXFP4")
 
 
 def test_rows_of_no_whole_span_end_with_zeros() -> None:

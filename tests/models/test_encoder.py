@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from ballast.core.job import SequenceWork
 from ballast.core.request import Submission
 from ballast.core.units import MiB
 from ballast.server.text.tokenizer import Tokenizer, TooManyTokens
-from benchmarks.exactness import fleet
-from benchmarks.families import make
+from benchmarks.exactness import Verdict, asked, compare, fleet, tight
+from benchmarks.families import config, make
 from benchmarks.tiny import tiny
 from tests.models.tiny import Served
 
@@ -109,6 +111,44 @@ def test_a_text_is_computed_whole(tmp_path: Path) -> None:
         ours = np.frombuffer(answers[str(i)].embedding or b"", "<f4").copy()
         theirs = expected(model, "mean", text, 0)
         torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-5)
+
+
+def test_encoders_beside_a_chat_model_in_a_pool_for_one_of_them(tmp_path: Path) -> None:
+    """Embedder, cross encoder and chat model evict each other, and nothing changes."""
+    chat = make(tmp_path / "chat", config("llama"))
+    embedder = saved(tmp_path / "embedder", "bert", "mean", AutoModel, {})
+    ranker = saved(tmp_path / "ranker", "bert", *_SCORES)
+    settings = tight({n: tmp_path / n for n in ("chat", "embedder", "ranker")}, models=1)
+    asked_of = {"embedder": texts(5, 90, 17), "ranker": texts(30, 8, 61)}
+    verdict, moved = Verdict(), Counter[str]()
+    with InProcess(settings) as server:
+        for turn in range(3):
+            requests = asked(["chat"], 2, seed=turn, new_tokens=24)
+            requests = [replace(r, id=f"{turn}-{r.id}") for r in requests]
+            vectors = [
+                Submission(
+                    id=f"{turn}-{name}-{i}",
+                    model=name,
+                    prompt=text,
+                    max_tokens=0,
+                    embed=True,
+                    second_text=4 if name == "ranker" else 0,
+                )
+                for name, of in asked_of.items()
+                for i, text in enumerate(of)
+            ]
+            answers = server.generate([*vectors, *requests])
+            for r in requests:
+                compare(chat, r.prompt, answers[r.id], verdict)
+            for v in vectors:
+                ours = np.frombuffer(answers[v.id].embedding or b"", "<f4").copy()
+                given = (ranker, "score") if v.model == "ranker" else (embedder, "mean")
+                theirs = expected(*given, v.prompt, v.second_text)
+                torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-5)
+        for m in server.device.snapshot().models:
+            moved[m.name] += m.evictions
+    assert verdict.ok, verdict.to_json()
+    assert all(moved[name] > 0 for name in ("chat", "embedder", "ranker")), moved
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from ballast.core.errors import BallastError, CheckpointError, ConfigError, Unsu
 from ballast.core.job import SequenceWork
 from ballast.fleet.gguf_entry import gguf_directory
 from ballast.fleet.gguf_header import TYPES, read_gguf
+from ballast.kernels.panel_forms import FORMS
 from ballast.weights.config import read_config
 from ballast.weights.gguf_blocks import dequantise
 from ballast.weights.gguf_config import config_values
@@ -29,13 +30,16 @@ from ballast.weights.gguf_export import _imported, checkpoint_files
 from ballast.weights.gguf_tensors import TENSORS, gguf_tensors
 from ballast.weights.gguf_tokenizer import end_tokens, tokenizer_files
 from ballast.weights.packing import words_on_forms
-from ballast.weights.stored import find_tensors, served_bytes
+from ballast.weights.stored import find_tensors, quantised_types, served_bytes
 from ballast.weights.stored_tensor import Stored
 from benchmarks import gguf_files as gguf
 from tests.models.tiny import GREEDY, Served
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-CASES = [(kind.name, "llama") for kind in TYPES.values()] + [("Q8_0", a) for a in ARCHITECTURES[1:]]
+KEPT = [kind.name for kind in TYPES.values() if kind.elements == 1 or kind.name in FORMS]
+UNPACKED = [kind.name for kind in TYPES.values() if kind.name not in KEPT]
+"""Types that are dequantised at load."""
+CASES = [(kind, "llama") for kind in KEPT] + [("Q8_0", a) for a in ARCHITECTURES[1:]]
 DEQUANTISED = [("F16", "llama"), ("Q4_K", "llama"), *(("Q8_0", a) for a in ARCHITECTURES)]
 """At load; each kind is dequantised as in `test_dequantises_as_ggml_does`."""
 
@@ -91,6 +95,19 @@ def test_stays_packed(
     assert 0.9 < in_memory / estimated < 1.1
 
 
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_is_dequantised_at_load(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    served = check(tmp_path, gguf.tensors(kind), **PACKED)
+    assert served.host.fused
+    assert not any(t.form for segment in served.host.segments for t in segment.tensors)
+    types = quantised_types(find_tensors(served.host.directory).values())
+    words = words_on_forms(served.host.segments, types, "float32")
+    assert words == f"{kind} are dequantised to float32 at load"
+    estimated = served_bytes(served.host.directory, "float32")
+    assert 0.9 < sum(served.spec.segment_bytes) / estimated < 1.1
+
+
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_k": "F16", "ffn_up": "Q8_0"}
 
 
@@ -142,6 +159,15 @@ def test_dequantises_as_ggml_does(kind: str) -> None:
     assert np.array_equal(ours.numpy(), theirs.ravel())
 
 
+def test_a_type_that_came_later_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pytest.importorskip("transformers.integrations.gguf.dequant")
+    blocks = {n: size for n, size in library.GGML_BLOCK.items() if n != gguf.NUMBERS["IQ4_XS"]}
+    monkeypatch.setattr(library, "GGML_BLOCK", blocks)
+    data = torch.frombuffer(bytearray(gguf.blocks("IQ4_XS", (1, 256), 1)), dtype=torch.uint8)
+    with pytest.raises(UnsupportedModel, match="IQ4_XS: this version of transformers"):
+        dequantise(data, TYPES[gguf.NUMBERS["IQ4_XS"]])
+
+
 def test_tokenizer_template_and_end_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf.write(tmp_path / "m.gguf", gguf.values(), gguf.tensors("Q4_0"))
@@ -186,8 +212,8 @@ def test_headers_that_lie_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + huge + whole[at + 8 :])
         with pytest.raises(CheckpointError, match=r"m\.gguf"):
             read_gguf(path)
-    path.write_bytes(whole[: tensor + 20] + struct.pack("<I", 16) + whole[tensor + 24 :])
-    with pytest.raises(CheckpointError, match="IQ2_XXS is not one of"):
+    path.write_bytes(whole[: tensor + 20] + struct.pack("<I", 34) + whole[tensor + 24 :])
+    with pytest.raises(CheckpointError, match="TQ1_0 is not one of"):
         read_gguf(path)
 
 

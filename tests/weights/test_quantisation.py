@@ -17,7 +17,7 @@ from ballast.core.job import SequenceWork
 from ballast.kernels.panel_forms import form_of_name
 from ballast.weights.packing import words_on_forms
 from ballast.weights.stored import find_tensors, quantised_types, served_bytes
-from benchmarks.quantised_files import FORMATS, mxfp4, quantise
+from benchmarks.quantised_files import FORMATS, quantise, quantise_experts
 from tests.models.tiny import GREEDY, Served
 
 SIZES = {
@@ -76,8 +76,9 @@ def test_is_dequantised_for_other_kernels(name: str, tmp_path: Path) -> None:
     assert not any(t.form for s in served.host.segments for t in s.tensors)
 
 
+@pytest.mark.parametrize("impl", ["fused", "generic"])
 @pytest.mark.parametrize("format_", ["gptq", "gptq-order", "fp8-block"])
-def test_experts(format_: str, tmp_path: Path) -> None:
+def test_experts(format_: str, impl: str, tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     torch.manual_seed(1)
     config = transformers.Qwen3MoeConfig(**SIZES, head_dim=32, **experts)
@@ -96,11 +97,13 @@ def test_experts(format_: str, tmp_path: Path) -> None:
             parts = [found[f"{stem}.{name}_proj"] for name in ("gate", "up")]
             layer.mlp.experts.gate_up_proj.data[e] = torch.cat(parts)
             layer.mlp.experts.down_proj.data[e] = found[f"{stem}.down_proj"]
-    served = compare(tmp_path, model, **PACKED)
+    served = compare(tmp_path, model, model_impl=impl, linear="packed")
     layer = served.host.segments[1].tensors
-    assert {"qkv", "o"} <= {t.names[0] for t in layer if t.form}
     kept = {t.names[0] for t in layer if t.form.startswith(("INT4Z", "FP8"))}
-    assert kept >= {"experts.gate_up", "experts.down"}
+    names = {"qkv", "o", "experts.gate_up", "experts.down"}
+    if impl == "generic":
+        names = {f"model.layers.0.mlp.experts.{m}_proj" for m in ("gate_up", "down")}
+    assert kept >= names
 
 
 def test_inputs_in_several_orders_are_in_parts(tmp_path: Path) -> None:
@@ -200,26 +203,69 @@ def test_types_are_told(tmp_path: Path) -> None:
     assert words_on_forms([], types, "bfloat16") == "AWQ int4 are dequantised to bfloat16 at load"
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
+def gpt_oss(path: Path) -> Any:
     torch.manual_seed(1)
     sizes = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.GptOssConfig(**{**SIZES, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path)
-    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    for i, layer in enumerate(model.model.layers):
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(layer.mlp.experts, name)
-            blocks, scales, found = mxfp4(weight.data.transpose(1, 2))
-            stem = f"model.layers.{i}.mlp.experts.{name}"
-            del stored[stem]
-            stored |= {f"{stem}_blocks": blocks.contiguous(), f"{stem}_scales": scales.contiguous()}
-            weight.data = found.transpose(1, 2).contiguous()
-    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
-    set_config(tmp_path, quant_method="mxfp4")
-    compare(tmp_path, model, linear="auto")
+    for name, tensor in model.named_parameters():
+        if "bias" in name:
+            tensor.data.normal_(0, 0.1)
+    quantise_experts(model, path)
+    return model
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    served = compare(tmp_path, gpt_oss(tmp_path), linear="auto")
+    packed = {t.names[0].rpartition(".")[2]: t for t in served.host.segments[1].tensors if t.form}
+    assert {name: t.form for name, t in packed.items()} == {
+        "gate_up_proj": "MXFP4",
+        "down_proj": "MXFP4",
+    }
+    plain = {"gate_up_proj": 4 * 128 * 384, "down_proj": 4 * 192 * 128}
+    assert {name: t.n_bytes for name, t in packed.items()} == {
+        name: n * 17 // 32
+        for name, n in plain.items()  # 4 bits, and 8 for 32 of them
+    }
     types = quantised_types(find_tensors(tmp_path).values())
-    assert types == {("MXFP4", "")}
+    assert types == {("MXFP4", "MXFP4")}
+    words = words_on_forms(served.host.segments, types, "float32")
+    assert words == "MXFP4 stay packed in memory"
+    assert 0.98 < sum(served.spec.segment_bytes) / served_bytes(tmp_path, "float32") < 1.02
+
+
+def test_experts_in_mxfp4_generate_what_transformers_does(tmp_path: Path) -> None:
+    model = gpt_oss(tmp_path)
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 331, (n,), generator=draw).tolist() for n in (37, 1, 20)]
+    served = Served(tmp_path, dtype="float32", linear="auto")
+    found = served.generate(prompts, 12, chunk=16)
+    served.close()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0]
+        best = logits[len(prompt) - 1 :].topk(2)
+        assert float((best.values[:, 0] - best.values[:, 1]).min()) > 1e-3  # no ties
+        assert tokens == best.indices[:, 0].tolist()
+
+
+def test_experts_in_mxfp4_are_dequantised_for_other_kernels(tmp_path: Path) -> None:
+    served = compare(tmp_path, gpt_oss(tmp_path))
+    assert not any(t.form for s in served.host.segments for t in s.tensors)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda t: t | 255, r"gate_up_proj\[0\].*NaN at"),
+        (lambda t: t[:, :5], "are not scales"),
+    ],
+)
+def test_experts_in_mxfp4_that_are_broken(function: Any, reason: str, tmp_path: Path) -> None:
+    gpt_oss(tmp_path)
+    change(tmp_path, "model.layers.0.mlp.experts.gate_up_proj_scales", function)
+    with pytest.raises(CheckpointError, match=rf"(?s){reason}"):
+        Served(tmp_path, dtype="float32", linear="auto")
 
 
 def test_activations_in_int8_are_an_option(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,8 +200,10 @@ def _mxfp4(codes: Stored, find: Find, given: Quantisation) -> Stored | None:
     if scales.dtype != "U8" or scales.shape != (experts, n, blocks):
         raise scales.error(f"{scales.dtype} {scales.shape} are not scales of {codes.shape}")
     parts = (("codes", codes), ("scales", scales))
-    packing = Packing(MXFP4, form_name("E2M1", "BF16", BLOCK), parts, 4)
-    return _matrix(codes, stem, "MXFP4", (experts, blocks * BLOCK, n), packing)
+    packing = Packing(MXFP4, "MXFP4", parts, 4)
+    return replace(
+        _matrix(codes, stem, "MXFP4", (experts, blocks * BLOCK, n), packing), transposed=True
+    )
 
 
 FORMATS = {

@@ -5,7 +5,6 @@ Inputs are in the order of the matrix, or of its groups, where it has an index o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -35,12 +34,10 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def rows_of(matrix: Stored, read: Read) -> PackedRows:
-    """Take all rows of a matrix apart. Of several in one tensor: all, one after the other."""
+    """Take the rows of one matrix apart: those that are stored, where it is `transposed`."""
     packing = matrix.packing
     assert packing is not None, "a matrix of one tensor"
-    *outer, n, k = matrix.shape
-    if packing.format == MXFP4:  # stored as the transpose of what `transformers` has
-        n, k = k * math.prod(outer), n
+    n, k = matrix.shape[::-1] if matrix.transposed else matrix.shape
 
     def part(role: str) -> Tensor | None:
         stored = packing.part(role)
@@ -140,10 +137,7 @@ def _check_values(packing: Packing, values: Tensor | None, form: PanelForm) -> N
 def _mxfp4(packing: Packing, part: Part, n: int, k: int) -> PackedRows:
     pairs = _of(part, "codes").view(n, -1)
     codes = torch.stack([pairs & 15, pairs >> 4], 2).view(n, k)
-    exponents = _of(part, "scales").view(n, -1).int()
-    scales = torch.exp2(exponents.double() - 127)
-    scales[exponents == 255] = math.nan
-    return PackedRows(codes, scales.bfloat16())
+    return PackedRows(codes, _of(part, "scales").view(n, -1))
 
 
 def _stream(words: Tensor, bits: int) -> Tensor:
