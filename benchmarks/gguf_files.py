@@ -83,7 +83,7 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
     n = int(np.prod(shape)) // found.elements
     made = rng.integers(0, 256, (n, found.n_bytes), dtype=np.uint8)
     for at in scales_at(kind):
-        size = 0.001 if found.elements == 256 else 0.02
+        size = 0.001 if found.elements == 256 or kind.startswith("IQ") else 0.02
         scale = rng.uniform(-size, size, (n, 1)).astype("<f2")
         made[:, at : at + 2] = scale.view(np.uint8)
     if kind == "IQ1_M":  # whose scale lies in four parts, the highest here: of about 2^-9

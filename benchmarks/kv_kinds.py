@@ -3,13 +3,15 @@
 - `pressure`: one model of each kind (`KINDS`) in a pool so small that models are evicted and
   requests preempted in mid-generation, while every seventh job of all models raises after it has
   computed.
-- `moved`: running requests of each kind migrate to another device with their KV.
+- `moved`: running requests of each kind migrate to another device, with their KV but for those of
+  models with windows.
 - `killed`: the worker that runs them dies (both of `benchmarks/kv_moves.py`, which also have KV in
   8 bits beside the others).
 
 Greedy output is compared with `transformers`, token by token, as in `benchmarks/exactness.py`.
-Keys, in sum: `wrong` (0), `tokens`, `evictions`, `preemptions`, `failed_jobs`, and `moved` and
-`killed`, the requests that moved and that ran when their worker died; by kind in `kinds`,
+Keys, in sum: `wrong` (0), `tokens`, `evictions`, `preemptions`, `failed_jobs`, `moved` and
+`killed`, the requests that moved and that ran when their worker died, and of those that moved
+`with_kv`; by kind in `kinds`,
 `moved_by_kind` and `killed_by_kind`.
 
 `--kv-dtype int8`: the same with KV in 8 bits, against `transformers` with keys and values rounded
@@ -178,7 +180,7 @@ def measure(
 def table(
     found: Mapping[str, Mapping[str, Any]], met: Mapping[str, Mapping[str, Mapping[str, Any]]]
 ) -> Table:
-    columns = ("tokens", "wrong", "ties", *DISTURBANCES, "met")
+    columns = ("tokens", "wrong", "ties", *DISTURBANCES, "met", "with_kv")
     shown = Table("", "ok", *columns, "log-prob. error")
     rows = {**found, **{f"{kind}, {f}": v for f, by in met.items() for kind, v in by.items()}}
     for name, v in rows.items():
@@ -206,6 +208,8 @@ def main() -> None:
     if found:
         sums |= {key: sum(v[key] for v in found.values()) for key in DISTURBANCES}
     sums |= {fault: sum(v["met"] for v in by_kind.values()) for fault, by_kind in met.items()}
+    if "moved" in met:
+        sums["with_kv"] = sum(v["with_kv"] for v in met["moved"].values())
     ok = all(v["ok"] for v in every) and all(sums[key] > 0 for key in sums if key != "wrong")
     by_fault = {f"{fault}_by_kind": by_kind for fault, by_kind in met.items()}
     finish(args, "kv_kinds", {"kinds": found, **by_fault, **sums, "ok": ok}, table(found, met))

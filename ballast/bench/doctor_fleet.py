@@ -110,9 +110,11 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
 
 def _formats(model: ModelSettings, host: HostModel, settings: FleetSettings) -> Iterator[Finding]:
     """Report quantised weights, and how much KV in 8 bits changes."""
-    if types := quantised_types(find_tensors(Path(model.path)).values()):
+    is_gguf = is_gguf_checkpoint(Path(model.path))
+    types = quantised_types(find_tensors(Path(model.path)).values())
+    if types or is_gguf:
         found = packing.words_on_forms(host.segments, types, host.spec.dtype)
-        what = "a GGUF file" if is_gguf_checkpoint(Path(model.path)) else "quantised"
+        what = "a GGUF file" if is_gguf else "quantised"
         yield judged(model.name, f"{what}: {found}", "")
     if (divergence := divergence_as_served(host, settings)) is not None:
         found = f"KV in {model.kv_dtype}: {divergence}"

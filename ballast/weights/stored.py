@@ -115,7 +115,9 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
         *outer, n, k = t.shape
         return math.prod(outer) * packed_bytes(form, *((k, n) if t.transposed else (n, k)))
 
-    return {name: n_bytes(t) for name, t in tensors.items()}
+    # Scales and the like are in their matrices' bytes.
+    parts = {p.name for t in tensors.values() if t.packing for p in t.files}
+    return {name: n_bytes(t) for name, t in tensors.items() if t.packing or name not in parts}
 
 
 def form_of(stored: Stored, served: str) -> str:

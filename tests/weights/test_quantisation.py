@@ -231,7 +231,8 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert types == {("MXFP4", "MXFP4")}
     words = words_on_forms(served.host.segments, types, "float32")
     assert words == "MXFP4 stay packed in memory"
-    assert 0.98 < sum(served.spec.segment_bytes) / served_bytes(tmp_path, "float32") < 1.02
+    in_memory = sum(served.spec.segment_bytes)  # the head's last panel is padded
+    assert 1 < in_memory / served_bytes(tmp_path, "float32") < 1.05
 
 
 def test_experts_in_mxfp4_generate_what_transformers_does(tmp_path: Path) -> None:
