@@ -44,7 +44,7 @@ def replace(module: nn.Module, matrices: dict[str, tuple[PackedTensor, int]]) ->
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return _forward(module, prefix, up, down, hidden_states, top_k_index, top_k_weights)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _stacked(tensor: PackedTensor, address: int) -> StackedMatrices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from benchmarks import gguf_files, quantised
 from benchmarks.exactness import fleet
 from benchmarks.gguf_files import GgufSizes
 from benchmarks.quantised_files import MXFP4
-from tests.weights.test_quantisation import set_config
 
 SIZES = GgufSizes(hidden=128, inner=192, vocab=331, context=128)
 FORMATS = {
@@ -58,7 +58,9 @@ def test_a_gguf_file_is_told(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_is_not_read_fails_by_its_name(tmp_path: Path) -> None:
     quantised.make(tmp_path, "gptq", SIZES)
-    set_config(tmp_path, quant_method="aqlm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "aqlm"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ((verdict, words),) = said(tmp_path)
     assert verdict is Verdict.FAIL
     assert "quantised (aqlm)" in words
