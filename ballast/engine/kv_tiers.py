@@ -7,12 +7,16 @@ Part of `DeviceState`; the bytes are moved by a `KvTierCopies`.
     request arrives, or was preempted    look_up ──> KvFoundEvent: which blocks are in which tier
     request is admitted                  fetch ────> KvFetchedEvent: it computes the rest
                                          (after a look-up, if what the device had has gone)
+                                         store       what the device has and no tier has any more
     a block has filled                   store       behind the step; nothing waits for it
     a block is forgotten                 void        what was being stored of it does not count
 
 A request that is being fetched runs, with its blocks, but is in no job. Whatever takes its blocks
 (preemption, cancellation, eviction) first stops the fetch. Stores hold nothing: a copy counts only
 if its block was not forgotten before it ended, so pages change hands as they did before.
+
+So what leaves the device has a copy below, unless a tier had room for none. Prefixes that requests
+find on the device are looked up all the same: those in use there stay in the tiers, too.
 """
 
 from __future__ import annotations
@@ -91,6 +95,8 @@ class _Prefix:
     """Answer of the look-up; None: it has not come."""
     admitted: bool = False
     """Whether the request was admitted before its look-up: it runs, but is in no job."""
+    is_here: bool = False
+    """Whether the device has all of it: nothing waits for the answer, which says what to store."""
     start: int = 0
     n: int = 0
     """First block, and number of blocks, that are being fetched; 0: none."""
@@ -110,6 +116,9 @@ class KvTiers:
         self._rate = bytes_per_second
         self._open: dict[str, _Prefix] = {}
         self._attempts = 0
+        """Number of the last look-up."""
+        self._used_here = 0
+        """Number of the last look-up of a prefix that the device has, below zero."""
         self._staged_bytes = 0
 
     @property
@@ -120,7 +129,7 @@ class KvTiers:
     @property
     def awaiting(self) -> bool:
         """Whether the end of a look-up or fetch will come."""
-        return any(of.tiers is None or of.n for of in self._open.values())
+        return any((of.tiers is None and not of.is_here) or of.n for of in self._open.values())
 
     def watch(self, m: ModelState) -> None:
         """Note what becomes of a model's blocks from now on."""
@@ -146,7 +155,9 @@ class KvTiers:
     def look_up(self, m: ModelState, r: Request) -> None:
         """Begin to look for a waiting request's prefix, unless the device has all of it."""
         self._open.pop(r.id, None)
-        self._look_up(m, r, lambda: len(m.kv.prefixes.find(*r.prefix)))
+        names = self._names(m, r)
+        if names and len(m.kv.prefixes.find(*r.prefix)) < len(names):
+            self._ask(m, r, names)
 
     def found(self, m: ModelState, r: Request, event: KvFoundEvent) -> None:
         """Take the answer of a look-up."""
@@ -157,6 +168,9 @@ class KvTiers:
         if here.admitted:
             m.running.end_fetch(r)
             self.fetch(m, r)
+        elif here.is_here:
+            del self._open[r.id]
+            self._store_lost(m, r, here)
 
     def is_searching(self, r: Request) -> bool:
         """Return whether the answer to a request's look-up has yet to come."""
@@ -173,15 +187,18 @@ class KvTiers:
     def fetch(self, m: ModelState, r: Request) -> None:
         """Begin to fetch blocks of a request that was just admitted, if there are any and that
         takes less time than to compute them; to look for them first, if that was left out since the
-        device had what it has no longer."""
+        device had what it has no longer. Stores what it has and the tiers have lost."""
         here = self._open.pop(r.id, None)
         size = m.spec.block_tokens
-        if here is None and self._look_up(m, r, lambda: r.computed // size):
-            self._open[r.id].admitted = True
-            m.running.begin_fetch(r)
+        start = r.computed // size
+        if here is None and (names := self._names(m, r)):
+            asked = self._ask(m, r, names, is_here=start >= len(names))
+            if not asked.is_here:
+                asked.admitted = True
+                m.running.begin_fetch(r)
         if here is None or here.tiers is None or self.copies is None:
             return
-        start = r.computed // size
+        self._store_lost(m, r, here)
         there = here.tiers[start:].partition(MISSING)[0]
         blocks = r.blocks[start : start + len(there)]
         # Up to the first on a borrowed page, for which its lender may ask at any time.
@@ -259,19 +276,38 @@ class KvTiers:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _look_up(self, m: ModelState, r: Request, present: Callable[[], int]) -> bool:
-        """Begin to look for a request's prefix, of whose blocks the device has those `present`;
-        returns whether it is looked for."""
+    def _names(self, m: ModelState, r: Request) -> list[bytes]:
+        """Return the names of a request's prefix in the tiers; empty: it is not looked for."""
         if self.copies is None or r.streams or not m.kv.in_window:
-            return False
-        names = m.kv.prefixes.names(*r.prefix)
-        if not names or present() >= len(names):
-            return False
-        self._attempts += 1
+            return []
+        return m.kv.prefixes.names(*r.prefix)
+
+    def _ask(
+        self, m: ModelState, r: Request, names: list[bytes], *, is_here: bool = False
+    ) -> _Prefix:
+        """Begin to look for a request's prefix."""
+        assert self.copies is not None, "there are names to look for"
+        # Numbers of their own: stories recorded before these look-ups were made still replay.
+        self._attempts += not is_here
+        self._used_here -= is_here
+        attempt = self._used_here if is_here else self._attempts
         model = _key(m, r)
-        self._open[r.id] = _Prefix(self._attempts, model, names)
-        self.copies.look_up(r.id, self._attempts, model, names)
-        return True
+        self._open[r.id] = asked = _Prefix(attempt, model, names, is_here=is_here)
+        self.copies.look_up(r.id, attempt, model, names)
+        return asked
+
+    def _store_lost(self, m: ModelState, r: Request, here: _Prefix) -> None:
+        """Store blocks of a running request that the device has, and that no tier has any more."""
+        assert here.tiers is not None
+        n = min(len(here.names), r.computed // m.spec.block_tokens)
+        tiers, names = here.tiers.ljust(n, MISSING), here.names
+        lost = [
+            NamedBlock(r.blocks[at], names[at], names[at - 1] if at else b"", at)
+            for at in range(n)
+            if tiers[at] == MISSING and m.kv.prefixes.name_of(r.blocks[at]) == names[at]
+        ]
+        if lost:
+            self.store(m, r, lost)
 
 
 def _key(m: ModelState, r: Request) -> str:

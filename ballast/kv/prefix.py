@@ -129,8 +129,9 @@ class PrefixIndex:
         name = self._names.get(block)
         return name is not None and self._kept.setdefault(name, block) == block
 
-    def is_named(self, block: int) -> bool:
-        return block in self._names
+    def name_of(self, block: int) -> bytes | None:
+        """Return a block's name; None: it has none."""
+        return self._names.get(block)
 
     def lose(self, blocks: Iterable[int]) -> None:
         """Note which blocks are about to be forgotten to make room."""

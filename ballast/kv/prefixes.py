@@ -31,6 +31,10 @@ class CachedPrefixes:
         """Return the names of the blocks that `find` looks for."""
         return [] if self._book.prefix is None else self._book.prefix.chain(tokens, salt)
 
+    def name_of(self, block: int) -> bytes | None:
+        """Return a block's name; None: it has none."""
+        return None if self._book.prefix is None else self._book.prefix.name_of(block)
+
     def when_forgotten(self, call: Callable[[int], object]) -> None:
         """Set what is called with a named block whose contents are about to go, or to move."""
         if self._book.prefix is not None:

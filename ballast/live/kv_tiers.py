@@ -192,6 +192,8 @@ class LiveKvTiers:
     # -- storing ----------------------------------------------------------------------------------
 
     def store(self, owner: str, blocks: Sequence[BlockToStore]) -> None:
+        # One copy at a time: `void` must reach all that are made of a block.
+        blocks = [block for block in blocks if (owner, block.block) not in self._storing]
         own = [_Store(owner, block, self._open) for block in blocks if not block.borrowed]
         for at in range(0, len(own), MOST_STORED):
             self._store(own[at : at + MOST_STORED])

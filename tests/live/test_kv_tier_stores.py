@@ -70,12 +70,18 @@ def stored(what: Callable[[LiveKvTiers], object]) -> tuple[list[bool], set[bytes
     return stopped, found
 
 
+def store_again(tiers: LiveKvTiers) -> None:
+    """Store blocks while they are stored: `void` still reaches the copy that is made of one."""
+    tiers.store("m", [store.block for store in tiers._storing.values()])
+
+
 @pytest.mark.parametrize(
     ("what", "stopped", "kept"),
     [
         (lambda tiers: None, [False] * 3, {0, 1, 2}),
         (lambda tiers: tiers.void("m", 0), [False] * 3, {1, 2}),
         (lambda tiers: tiers.void("m", 1), [False, True, False], {0, 2}),
+        (lambda tiers: (store_again(tiers), tiers.void("m", 0)), [False] * 3, {1, 2}),
     ],
 )
 def test_a_borrowed_block_that_is_void_is_read_no_more(

@@ -140,6 +140,36 @@ def test_damaged_and_deleted_tiers_cost_time_alone(
     store.validate()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_the_tiers_have_lost_is_stored_again_when_it_is_used(
+    settings: FleetSettings, whole: bool
+) -> None:
+    """`whole`: the device has all of the prompt's prefix; else its end is computed."""
+    store = memory_only(8 * MiB)
+    with with_store(settings, store) as server:
+        first = server.generate([turn("1", FIRST)])["1"]
+        size = server.device.specs["a"].block_tokens
+        full = (len(FIRST) + 23) // size
+        until(lambda: store.counts.stored == full)
+        connection = server.device.state.tiers.copies._connection  # type: ignore[union-attr]
+        with connection._lock:
+            store.resize(0)
+            assert not store._held
+            store.resize(8 * MiB)
+        again = server.generate([turn("2", FIRST if whole else second(first))])["2"]
+        here = (len(FIRST) - 1) // size if whole else full
+        assert again.finished.cached_tokens == here * size
+        until(lambda: store.counts.stored >= full + here)
+        assert ordered(server, EvictCommand("a")).code is None
+        found = server.generate([turn("3", second(first))])["3"]
+        assert found.finished.fetched[0][1] >= here * size
+        if not whole:
+            check(found, again)
+        server.drain()
+        server.device.state.validate()
+    store.validate()
+
+
 def test_keys_do_not_share(settings: FleetSettings) -> None:
     store = memory_only(8 * MiB)
     with with_store(settings, store) as server:

@@ -12,7 +12,7 @@ from ballast.core.event import FinishedOutput, Output
 from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
-from ballast.core.units import MiB
+from ballast.core.units import MiB, ceil_div
 from ballast.engine.kv_tiers import KvTiers
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
@@ -72,6 +72,39 @@ def test_history_is_fetched_after_evictions() -> None:
     assert result.state.tiers.failed == 0
     again, same = run(8 * MiB)
     assert (again.seconds, same) == (result.seconds, kept)
+
+
+def test_prefixes_in_use_on_the_device_stay_on_the_host() -> None:
+    """Prompts that come once, for more than the host keeps, do not flush one that requests find on
+    the device: it is there when its model has been evicted."""
+    specs = [spec("a"), spec("b")]
+    a, n = specs[0], 120
+    full = (n - 1) // a.block_tokens
+    cells = full * ceil_div(a.block_bytes, CELL_BYTES)
+    profile = MachineProfile(costs={"a": COSTS, "b": COSTS}, link=LinkRates.even(1e8), overhead=0.0)
+    settings = fleet("swap", specs, 60)
+    settings = replace(settings, kv=KvTierSettings(host_bytes=5 * cells * CELL_BYTES // 2))
+    cached: dict[str, int] = {}
+
+    def said(now: float, output: Output) -> None:
+        if isinstance(output, FinishedOutput):
+            cached[output.request_id] = output.cached_tokens
+
+    asked_for = ["hot", "hot", "hot", "cold0", "cold1", "cold2", "cold3", "b", "hot"]
+    requests = [
+        Submission(
+            id=f"{i} {what}",
+            model="b" if what == "b" else "a",
+            prompt=tuple(1 + (7 * k + sum(what.encode())) % 300 for k in range(n)),
+            max_tokens=2,
+            arrival=2.0 * i,
+        )
+        for i, what in enumerate(asked_for)
+    ]
+    result = simulate(settings, specs, requests, profile, said)
+    result.state.validate()
+    assert cached == {r.id: full * a.block_tokens * (r.id[0] in "128") for r in requests}
+    assert result.state.tiers.fetched_tokens.total() == full * a.block_tokens
 
 
 def preempted(preset: str, host_bytes: int, link: float = 1e10) -> ModelState:
