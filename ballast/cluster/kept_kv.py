@@ -44,7 +44,7 @@ class KvReport:
     counts: dict[str, int]
     """Blocks, by the names of `StoreCounts`."""
     disk_fault: str
-    """Why the disk is not used any more; empty: it is, or there is none."""
+    """Why the disk is not used, or not any more; empty: it is, or there is none."""
 
 
 class KeptKv(DeviceObserver[RemoteDevice]):
@@ -99,7 +99,7 @@ class KeptKv(DeviceObserver[RemoteDevice]):
         prints = [None] if model is None else self._prints[model]
         scrubbed = sum(store.scrub(model=one, tenant=key) for one in prints)
         if store.disk_keeps:
-            raise NotKept(f"kv_disk was given up, and its file remains: {store.disk_fault}")
+            raise NotKept(f"kv_disk is not used, and its file remains: {store.disk_fault}")
         return scrubbed
 
     def resize(self, host_bytes: int | None, disk_bytes: int | None) -> None:

@@ -154,6 +154,19 @@ class DiskFile:
         self._open(capacity)
 
 
+def is_left(directory: Path) -> bool:
+    """Return whether KV is in a file that this server could not open, unless another one uses it
+    and keeps it in order."""
+    path = directory / NAME
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=0, uri=True)
+        ) as file:
+            return bool(file.execute("SELECT EXISTS (SELECT 1 FROM blocks)").fetchone()[0])
+    except sqlite3.Error as error:
+        return "locked" not in str(error) and path.exists()
+
+
 @contextlib.contextmanager
 def _faults() -> Iterator[None]:
     try:

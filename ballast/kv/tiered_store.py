@@ -13,7 +13,7 @@ from pathlib import Path
 from ballast.core.errors import DeviceError
 from ballast.core.kv_tiers import DISK_BYTES_PER_SECOND, KvTierSettings
 from ballast.kv.directory import BlockDirectory, Tier, TierSettings
-from ballast.kv.disk_file import DiskFile
+from ballast.kv.disk_file import DiskFile, is_left
 from ballast.kv.disk_tier import BATCH, DiskBlock, DiskTier, Post
 from ballast.kv.host_store import HostStore
 from ballast.kv.tier_shelf import KvBlock
@@ -31,8 +31,16 @@ LAST_SECONDS = 5.0
 class TieredStore(HostStore):
     """Blocks in the host's memory and on its disk. Used by one thread at a time."""
 
-    def __init__(self, directory: BlockDirectory, cells: HostCells, disk: DiskTier | None) -> None:
+    def __init__(
+        self,
+        directory: BlockDirectory,
+        cells: HostCells,
+        disk: DiskTier | None,
+        unopened: tuple[Path, str] | None = None,
+    ) -> None:
+        """`unopened`: directory of a disk that could not be used from the start, and why."""
         super().__init__(directory, cells)
+        self._unopened = unopened
         self._disk, self._memory = disk, cells
         self._behind: deque[bytes] = deque()
         """Blocks that have landed on the host and are to be written."""
@@ -56,11 +64,12 @@ class TieredStore(HostStore):
         tiers = {Tier.HOST: TierSettings(cells.n_bytes, unit=CELL_BYTES)}
         if not settings.disk_bytes:
             return cls(BlockDirectory(tiers), cells, None)
+        path = Path(settings.disk_path)
         try:
-            file = DiskFile(Path(settings.disk_path), settings.disk_bytes)
+            file = DiskFile(path, settings.disk_bytes)
         except DeviceError as error:
             log.warning("no KV is kept on disk: %s", error)
-            return cls(BlockDirectory(tiers), cells, None)
+            return cls(BlockDirectory(tiers), cells, None, (path, str(error)))
         if file.found_unusable:
             log.warning("KV on disk is not used, and computed: %s", file.found_unusable)
         tiers[Tier.DISK] = TierSettings(settings.disk_bytes, DISK_BYTES_PER_SECOND)
@@ -126,13 +135,18 @@ class TieredStore(HostStore):
 
     @property
     def disk_fault(self) -> str:
-        """Why the disk is not used any more; empty: it is, or there is none."""
-        return "" if self._disk is None else self._disk.fault
+        """Why the disk is not used, or not any more; empty: it is, or there is none."""
+        if self._disk is None:
+            return "" if self._unopened is None else self._unopened[1]
+        return self._disk.fault
 
     @property
     def disk_keeps(self) -> bool:
-        """Whether KV is left on a disk that was given up, so that no order reaches it."""
-        return self._disk is not None and not self._disk.is_removed
+        """Whether KV is left on a disk that was given up, or could not be used from the start, so
+        that no order reaches it."""
+        if self._disk is None:
+            return self._unopened is not None and is_left(self._unopened[0])
+        return not self._disk.is_removed
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -233,7 +247,7 @@ class TieredStore(HostStore):
 
     def _lose_failed(self) -> None:
         """List nothing on a disk that was given up."""
-        if self.disk_fault:
+        if self._disk is not None and self._disk.fault:
             self._behind.clear()
             for name in list(self.directory.shelves[Tier.DISK]):
                 self.directory.drop(name, Tier.DISK)

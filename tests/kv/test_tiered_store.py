@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -274,6 +275,46 @@ def test_a_disk_that_fails_is_given_up_once_and_keeps_nothing(
     assert len(caplog.records) == 1
     left = (path / NAME).read_bytes() if (path / NAME).exists() else b""
     assert left in (b"", b"another server's"), "nobody would scrub it"
+
+
+def test_a_disk_that_is_read_only_from_the_start_is_left_out_and_said(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier server wrote there stays, which whoever scrubs must know; not what another
+    server uses now."""
+    blocks = chain("a", 3)
+    open_file = os.open
+
+    def read_only(file: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open_file(file, flags, *mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", read_only)
+        with opened(path) as made:
+            assert "Read-only" in made.store.disk_fault
+            assert not made.store.disk_keeps, "there is nothing"
+    with opened(path) as first:
+        first.put(blocks)
+        with opened(path) as second:
+            assert "in use by a server" in second.store.disk_fault
+            assert not second.store.disk_keeps
+            assert second.store.scrub(model="finger") == 0
+        assert first.got(blocks) == [content(b) for b in blocks]
+    caplog.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", read_only)
+        with opened(path) as made:
+            made.put(blocks)
+            assert made.got(blocks) == [content(b) for b in blocks], "the host keeps them"
+            assert made.store.disk_keeps
+    (record,) = caplog.records
+    assert "Read-only" in record.message
+    with opened(path) as made:
+        assert made.store.scrub(model="finger") == 3
+    with opened(path) as made:
+        assert made.got(blocks) == []
 
 
 def test_a_disk_that_cannot_be_cleaned_says_so_to_who_scrubs(path: Path) -> None:
