@@ -57,9 +57,9 @@ Placed = Annotated[
     str | None,
     typer.Option(
         "--placement",
-        help="weights, work, follow, both, kvpr, link, swiftcache or price: by weights, or by "
-        "expected work as well; for good, as the load goes, to the least KV pressure, within a "
-        "shared link's budget, or to where pages are worth most. "
+        help="weights, work, follow, both, kvpr, link, swiftcache, price or random: by weights, or "
+        "by expected work as well; for good, as the load goes, to the least KV pressure, within a "
+        "shared link's budget, or to where pages are worth most; or drawn. "
         "Default: the fleet file's, else the preset's own. For simulate also a .toml file that "
         "names each model's devices.",
     ),

@@ -9,7 +9,6 @@ placement at random, prompts whole, or the knob fixed. Lengths are generated (lo
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -24,6 +23,7 @@ from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
 from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.random_placement import RandomPlacement
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import SERVED, Kind, parse_kinds
 from ballast.sim.cluster_files import ClusterFiles
@@ -143,17 +143,6 @@ class OneDevice(FixedPlacement):
         return {need.model: [rooms[0].device] for need in needs}
 
 
-@dataclass(frozen=True, slots=True)
-class AtRandom(FixedPlacement):
-    """Each model on one device, drawn by a seed."""
-
-    seed: int = 0
-
-    def place(self, needs: Any, rooms: Any) -> dict[str, list[str]]:
-        rng = random.Random(self.seed)
-        return {need.model: [rng.choice(rooms).device] for need in needs}
-
-
 def gap(names: tuple[str, str], prompt: int, output: int, chunk: int, slices: int = 2) -> float:
     """Part of the summed throughput of two models alone that is lost when both run."""
     pair = [replace(s, name=f"{i}") for i, s in enumerate(models(names, (1, 1)))]
@@ -248,7 +237,7 @@ def ablate(
     given, anywhere = ABLATIONS[name]
     found = []
     for seed, work in enumerate(works):
-        files = ClusterFiles(homes=AtRandom(seed=seed)) if anywhere else None
+        files = ClusterFiles(homes=RandomPlacement(seed)) if anywhere else None
         ran = run("c2cserve", layout(slices, paper=True), specs, work, files, **given)
         outcome = Outcome.of(ran, len(work.requests))
         assert outcome is not None

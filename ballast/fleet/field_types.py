@@ -6,7 +6,7 @@ Used by `fleet.schema`, the admin API and the files of simulations.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -107,3 +107,7 @@ Host = Annotated[str, AfterValidator(_host)]
 HubPattern = Annotated[str, Field(pattern=r"^[\w.*-]+/[\w.*:@/-]+$", max_length=256)]
 """Of hub ids, with a slash: `*` alone would mean any model of anybody."""
 Secret = Annotated[str, BeforeValidator(secret_text)]
+Placement = Literal[
+    "weights", "work", "follow", "both", "kvpr", "link", "swiftcache", "price", "random"
+]
+"""Names of fleet policies."""

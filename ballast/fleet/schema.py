@@ -38,6 +38,7 @@ from ballast.fleet.field_types import (
     Name,
     Origin,
     PageSize,
+    Placement,
     Positive,
     Secret,
     Size,
@@ -369,9 +370,7 @@ class FleetKeys(Keys):
 
     preset: str = PRESET
     options: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
-    placement: (
-        Literal["weights", "work", "follow", "both", "kvpr", "link", "swiftcache", "price"] | None
-    ) = None
+    placement: Placement | None = None
     story: str | None = None
     story_bytes: Size = STORY_BYTES
     story_parts: Count = STORY_PARTS

@@ -26,6 +26,7 @@ from ballast.policy.fleet.elastic_lending import ElasticLending
 from ballast.policy.fleet.fixed_placement import FixedPlacement
 from ballast.policy.fleet.link_aware import LinkAware
 from ballast.policy.fleet.migrate import LeastPressure
+from ballast.policy.fleet.random_placement import RandomPlacement
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
 from ballast.policy.memory.arbiter import Arbiter
 from ballast.policy.memory.balloon import Balloon
@@ -57,6 +58,7 @@ PLACEMENTS: Mapping[str, FleetPolicy] = {
     "link": LinkAware(),
     "swiftcache": ElasticLending(),
     "price": ByPrice(),
+    "random": RandomPlacement(),
 }
 """Fleet policies, by the values of `placement` in a fleet file."""
 JOIN = "+"

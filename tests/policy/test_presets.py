@@ -590,7 +590,20 @@ def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
             2 if by_work or everywhere else 1
         )
         assert policy.replicates == (by_work or policy.moves or everywhere)
-        assert policy.place([quiet], rooms) == {"quiet": ["x", "y"] if everywhere else ["x"]}
+        if placement != "random":
+            assert policy.place([quiet], rooms) == {"quiet": ["x", "y"] if everywhere else ["x"]}
         assert policy.moves == (placement in ("follow", "both", "kvpr", "price"))
     decision = PLACEMENTS["weights"](FleetView(0.0, (), ()), "memo")
     assert decision == FleetDecision(memo="memo"), "it wishes never to be asked"
+
+
+def test_placement_at_random_depends_on_a_models_name_and_the_seed_alone() -> None:
+    rooms = [Room("x", 100), Room("y", 100), Room("small", 5)]
+    needs = [Need(f"m{i}", 10, 10) for i in range(64)]
+    first = resolve("c2cserve", placement="random").fleet.place(needs, rooms)
+    other = resolve("c2cserve", {"seed": 1}, placement="random").fleet.place(needs, rooms)
+    assert {device for (device,) in first.values()} == {"x", "y"}
+    assert first != other
+    assert resolve("swap", placement="random").fleet.place(needs[7:8], rooms) == {"m7": first["m7"]}
+    with pytest.raises(ConfigError, match="the largest device has"):
+        resolve("swap", placement="random").fleet.place([Need("large", 200, 10)], rooms)

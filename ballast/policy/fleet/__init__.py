@@ -15,6 +15,7 @@ decides about a single device.
 - `mux_placement`: Placement by popularity and computation (MuxServe, 3.2).
 - `optimal_placement`: Placement of least KV pressure by CP-SAT, as a bound for the greedy one.
 - `placement_problem`: The types of placement problems: devices, and homes of models.
+- `random_placement`: Fleet policy that places models at random, as a baseline.
 - `replica_choice`: Choose which replica of a model gets a request.
 - `replicate`: Fleet policy that replicates a model from an overloaded device to one with room.
 """

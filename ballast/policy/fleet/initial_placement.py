@@ -36,10 +36,10 @@ def spread(
     if not by_work:
         needs = [replace(need, work={}, peak={}) for need in needs]
     order = sorted(needs, key=lambda n: (-max(n.work.values(), default=0), -n.weights, n.model))
-    copies = {n.model: _copies(n, _fitting(n, rooms)) for n in order}
+    copies = {n.model: _copies(n, fitting(n, rooms)) for n in order}
     placing = _Placing(rooms, copies)
     for need in order:
-        placing.add_device(need, _fitting(need, rooms))
+        placing.add_device(need, fitting(need, rooms))
     placing.replicate(order)
     placing.use_empty_devices(order)
     return placing.homes
@@ -110,7 +110,7 @@ class _Placing:
         """Return the devices that can serve a model besides its own."""
         return [
             r
-            for r in _fitting(need, self._rooms)
+            for r in fitting(need, self._rooms)
             if r.device not in self.homes[need.model]
             and self._weights[r.device] + need.least <= r.bytes
         ]
@@ -122,7 +122,8 @@ class _Placing:
         return need.busiest.get(room.kind, 0.0) > max(own)
 
 
-def _fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:
+def fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:
+    """Return the devices that can serve a model. Raises ConfigError where there is none."""
     fitting = [r for r in rooms if r.bytes >= need.least]
     if not fitting:
         largest = max((r.bytes for r in rooms), default=0)
