@@ -28,6 +28,7 @@ all of these: `[tool.importlinter]` in `pyproject.toml` has the levels.
 - `cli_bench`: `ballast bench`, `demo`, `profile` and `show`.
 - `cli_common`: What several subcommands share: loading a fleet, writing JSON.
 - `cli_fleet`: `ballast fleet make`.
+- `cli_kv`: `ballast kv list`, `resize` and `scrub`.
 - `cli_place`: `ballast place`.
 - `cli_serve`: `ballast serve`, `doctor`, `ps`, `top`, `drain` and `release`.
 - `cli_simulate`: `ballast simulate`, `plan` and `arrivals`.

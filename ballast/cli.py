@@ -15,6 +15,7 @@ import typer
 from ballast import (
     cli_bench,
     cli_fleet,
+    cli_kv,
     cli_place,
     cli_serve,
     cli_simulate,
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_fleet.app, name="fleet")
+app.add_typer(cli_kv.app, name="kv")
 app.add_typer(cli_story.app, name="story")
 
 

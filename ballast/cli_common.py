@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -75,6 +76,19 @@ TraceModels = Annotated[
         help="The trace's models whose requests are taken, comma separated; default: all."
     ),
 ]
+
+Url = Annotated[str, typer.Option(help="The server.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
+        help="The admin key, where there is one; else any key, where there are some.",
+    ),
+]
+HERE = "http://127.0.0.1:8000"
+"""The server where none is named."""
+LONGEST_ORDER = 600.0
+"""Seconds: models come to other devices meanwhile."""
 
 
 @contextmanager
@@ -155,3 +169,37 @@ def write_page(file: Path, html: str, console: Console) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(html, encoding="utf-8")
     console.print(f"drawn: {file}", soft_wrap=True)
+
+
+def ordered(
+    url: str,
+    key: str | None,
+    path: str,
+    body: Mapping[str, object] | None = None,
+    *,
+    method: str = "POST",
+    query: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Give a server an order below `/admin` and return its answer. Says why, and exits, where there
+    is none."""
+    import httpx
+
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.request(
+            method,
+            f"{url.rstrip('/')}/admin/{path}",
+            params=query,
+            json=body,
+            headers=headers,
+            timeout=LONGEST_ORDER,
+        )
+        document: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        print(f"ballast: {url}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if answer.is_error:
+        why = document.get("error", {}).get("message", answer.reason_phrase)
+        print(f"ballast: {url}: {why}", file=sys.stderr)
+        raise typer.Exit(1)
+    return document

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ballast.cli_common import FleetFile, importing, load, with_preset
+from ballast.cli_common import HERE, FleetFile, Key, Url, importing, load, ordered, with_preset
 from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -223,19 +223,6 @@ def _with_options(
     return server
 
 
-Url = Annotated[str, typer.Option(help="The server.")]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
-        help="The admin key, where there is one; else any key, where there are some.",
-    ),
-]
-HERE = "http://127.0.0.1:8000"
-DRAINING = 600.0
-"""Seconds for models to come to other devices."""
-
-
 def ps(
     url: Url = HERE,
     key: Key = None,
@@ -322,7 +309,7 @@ def drain(
     from urllib.parse import quote
 
     wanted = "uncordon" if undo else "drain"
-    document = _ordered(url, key, f"devices/{quote(device, safe='')}/{wanted}")
+    document = ordered(url, key, f"devices/{quote(device, safe='')}/{wanted}")
     print(f"{device} is {document['status']}")
 
 
@@ -346,32 +333,10 @@ def release(
     wanted: dict[str, object] = {"keep": keep}
     if devices:
         wanted["devices"] = devices
-    document = _ordered(url, key, "memory/release", wanted)
+    document = ordered(url, key, "memory/release", wanted)
     for device, n_bytes in document["released"].items():
         print(f"{device} has given {format_bytes(n_bytes)} back")
     for device, why in document["refused"].items():
         print(f"ballast: {device}: {why}", file=sys.stderr)
     if document["refused"]:
         raise typer.Exit(1)
-
-
-def _ordered(
-    url: str, key: str | None, path: str, body: dict[str, object] | None = None
-) -> dict[str, Any]:
-    """Give a server an order below `/admin` and return its answer. Says why, and exits, where there
-    is none."""
-    import httpx
-
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        where = f"{url.rstrip('/')}/admin/{path}"
-        answer = httpx.post(where, json=body, headers=headers, timeout=DRAINING)
-        document: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        print(f"ballast: {url}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    if answer.is_error:
-        why = document.get("error", {}).get("message", answer.reason_phrase)
-        print(f"ballast: {url}: {why}", file=sys.stderr)
-        raise typer.Exit(1)
-    return document

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from ballast.core.errors import UnknownModel
-from ballast.fleet.field_types import Size
+from ballast.fleet.field_types import SizeOrNone
 from ballast.fleet.schema import Keys
 from ballast.kv.directory import Tier
 from ballast.server.http.faults import Fault
@@ -20,8 +20,8 @@ from ballast.server.service import Service
 class KvTierKeys(Keys):
     """Body of a request to change the tiers' sizes."""
 
-    host: Size | None = None
-    disk: Size | None = None
+    host: SizeOrNone | None = None
+    disk: SizeOrNone | None = None
 
 
 def add_kv_routes(app: FastAPI, service: Service, checked: dict[str, Any]) -> None:
