@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ballast.bench.doctor_finding import Finding, judged
 from ballast.core.errors import DeviceError, install_extra
 from ballast.core.units import format_bytes
+from ballast.fleet.fleet_draft import gpu_device
 from ballast.live.never_run import FEATURES, WHERE
 from ballast.memory.cuda.bandwidth import measure_bandwidth
 from ballast.memory.cuda.calls import Driver
@@ -16,6 +18,8 @@ from ballast.memory.cuda.devices import Gpu, find_gpus
 from ballast.memory.cuda.driver import CudaDriver
 
 _LOADED = Path("/proc/driver/nvidia/version")
+_PROFILE = re.compile(r" MIG (\d+g\.\d+gb)")
+"""The profile in a slice's name, as `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
 
 
 def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
@@ -32,9 +36,35 @@ def gpus(nvml: Any = None, driver: Driver | None = None) -> Iterator[Finding]:
         description = _description(gpu)
         if driver is not None and gpu.ordinal is not None:
             description += f", {_reached(driver, gpu.ordinal)}"
+        if gpu.slice_of is not None:
+            # CUDA shows a process one slice, which is its first device.
+            entry = gpu_device(0, gpu.memory_bytes)
+            description += f"; devices: [{entry}] with CUDA_VISIBLE_DEVICES={gpu.uuid}"
         yield judged(f"gpu {i}", description, "name it in CUDA_VISIBLE_DEVICES", warn=_hidden(gpu))
+    for layout in simulated_layouts(found):
+        yield judged("slices", f"simulate and plan with --devices {layout}", "")
     if found:
         yield judged("never run", f"{'; '.join(FEATURES)}: see {WHERE}", "")
+
+
+def simulated_layouts(found: Sequence[Gpu]) -> list[str]:
+    """Return the layout of each GPU that is cut into MIG slices, as `--devices` of a simulation has
+    it; none of devices and slices that simulations do not know."""
+    from ballast.sim.slices import PROFILES
+
+    cut: dict[str, list[Gpu]] = {}
+    for gpu in found:
+        if gpu.slice_of is not None:
+            cut.setdefault(gpu.slice_of, []).append(gpu)
+    layouts = []
+    for slices in cut.values():
+        names = [match[1] if (match := _PROFILE.search(s.name)) else "" for s in slices]
+        for device, profiles in PROFILES.items():
+            board = device.partition("-")[0]
+            known = {profile.name for profile in profiles}
+            if re.search(rf"\b{board}\b", slices[0].name) and known.issuperset(names):
+                layouts.append(f"{device}:{'+'.join(names)}")
+    return layouts
 
 
 def _reached(driver: Driver, ordinal: int) -> str:

@@ -81,14 +81,18 @@ def draft(
     lines += [f"  # left out: {_line(one.path)}: {_line(one.reason)}" for one in left]
     lines.append("devices:")
     for i, n_bytes in enumerate(machine.gpus):
-        budget = _size(int(n_bytes * GPU_SHARE))
-        lines.append(f"  - {{name: 'cuda:{i}', budget: {budget}}}")
+        lines.append(f"  - {gpu_device(i, n_bytes)}")
     if not machine.gpus:
         budget = _size(host_budget(every, machine.available))
         lines.append(
             f"  - {{budget: {budget}}}  # all at once would take {_size(wanted_bytes(every))}"
         )
     return "\n".join(lines) + "\n"
+
+
+def gpu_device(ordinal: int, n_bytes: int) -> str:
+    """Return the entry of a GPU or MIG slice of `n_bytes` in a fleet file's `devices`."""
+    return f"{{name: 'cuda:{ordinal}', budget: {_size(int(n_bytes * GPU_SHARE))}}}"
 
 
 def _size(n_bytes: int) -> str:

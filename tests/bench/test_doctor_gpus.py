@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ballast.bench import doctor_fleet, doctor_gpus
 from ballast.bench.doctor_finding import Verdict
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
+from ballast.fleet.schema import DeviceKeys
 from ballast.live.never_run import FEATURES
 from ballast.memory.cuda.calls import Attribute
+from ballast.sim.cluster import parse_kinds
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.fake_nvml import Board, FakeNvml
 
@@ -19,12 +23,14 @@ def test_gpus_are_told() -> None:
     uuids = [f"GPU-00000000-0000-0000-0000-{i:012x}" for i in range(2)]
     boards = [
         Board(uuids[0], nvlinks=18, reads=(uuids[1],), over_nvlink=(uuids[1],)),
-        Board(uuids[1], slices=[("MIG-1", 10 << 30, 16)]),
+        Board(uuids[1], slices=[("MIG-1", 10 << 30, 16), ("MIG-2", 20 << 30, 32)]),
         Board("GPU-x", "Tesla T4", 16 << 30, 15 << 30, None),
+        Board("GPU-y", "NVIDIA H100 PCIe", slices=[("MIG-3", 11 << 30, 16)]),
     ]
     attributes = {Attribute.MULTIPROCESSORS: 132}
     driver = FakeDriver(n_bytes=1 << 30, devices=2, attributes=attributes, bandwidth=25e9)
-    whole, part, hidden, unproven = doctor_gpus.gpus(FakeNvml(boards), driver)
+    found = list(doctor_gpus.gpus(FakeNvml(boards), driver))
+    whole, part, larger, hidden, _, layout, unproven = found
     assert whole.found == (
         "NVIDIA H100 80GB HBM3, 80GiB, 79GiB free, 132 multiprocessors, "
         "PCIe 5 x16 (at best 63 GB/s one way), 18 NVLinks of version 4, "
@@ -34,6 +40,13 @@ def test_gpus_are_told() -> None:
     assert driver.is_clean()
     assert "10GiB" in part.found
     assert "16 multiprocessors" in part.found
+    # Entries that a fleet file and a simulation take as they are.
+    (entry,) = re.findall(r"devices: (.*) with CUDA_VISIBLE_DEVICES=MIG-2$", larger.found)
+    (keys,) = (DeviceKeys.model_validate(one) for one in yaml.safe_load(entry))
+    assert keys.settings(0).name == "cuda:0"
+    assert 0.89 * (20 << 30) < keys.settings(0).budget_bytes <= 0.9 * (20 << 30)
+    (kind,) = parse_kinds(layout.found.rpartition(" ")[2])
+    assert [s.name for s in kind.slices] == ["1g.10gb", "2g.20gb"], "and none of what is not known"
     assert "not visible" in hidden.found
     assert [f.verdict for f in (whole, part, hidden)] == [Verdict.OK, Verdict.OK, Verdict.WARN]
     assert (unproven.check, unproven.verdict) == ("never run", Verdict.OK)

@@ -87,7 +87,7 @@ class FakeNvml:
         if found is None:
             raise NVMLError("Not Found")
         uuid, n_bytes, sms = found
-        name = f"{device.name} MIG"
+        name = f"{device.name} MIG {sms // 16}g.{n_bytes >> 30}gb"
         return SimpleNamespace(uuid=uuid, name=name, total=n_bytes, free=n_bytes, sms=sms)
 
     def nvmlDeviceGetAttributes(self, device: Any) -> Any:
