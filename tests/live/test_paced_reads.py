@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import DeviceError
-from ballast.core.link import LinkSettings
+from ballast.core.link import LinkRates, LinkSettings
 from ballast.core.settings import FleetSettings
 from ballast.core.units import MiB
+from ballast.live.inbox import MonotonicClock
+from ballast.live.paced_reads import PacedReads
+from ballast.memory.copies import Copy
+from ballast.memory.transfer import HostLink
 from ballast.models.fused.model import FusedModel
 from benchmarks.families import config, make
 from tests.engine.checkpoints import VOCAB, make_llama
@@ -104,3 +114,77 @@ def test_a_link_that_fails_fails_the_request_alone(tmp_path: Path) -> None:
         assert len(again["again"].tokens) == 2
         server.drain()
         server.device.state.validate()
+
+
+class Unpaced:
+    """Barriers of a model of which nothing streams."""
+
+    def begin_pass(self, work: object = ()) -> tuple[int, ...]:
+        return ()
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
+
+
+class CopiedReads:
+    """Three layers, of which a pass reads copies in slots of its own."""
+
+    name, reserved = "copied", 0.0
+
+    def __init__(self, size: int) -> None:
+        self.slots = ctypes.create_string_buffer(2 * size)
+        self._layers = ctypes.create_string_buffer(b"x" * 3 * size, 3 * size)
+        self._size = size
+
+    def begin_pass(self, work: object) -> range:
+        return range(3)
+
+    def read_bytes(self, layer: int) -> int:
+        return 0
+
+    def copies(self, layer: int) -> tuple[Copy, ...]:
+        target = ctypes.addressof(self.slots) + layer % 2 * self._size
+        source = ctypes.addressof(self._layers) + layer * self._size
+        return (Copy(target, source, self._size),)
+
+
+def test_a_pass_that_breaks_off_leaves_no_copy_into_its_slots_in_flight() -> None:
+    """Nor do the slots go while the link has a copy to make, whoever lets go of them."""
+    size, copied, go_on = 4096, list[int](), threading.Event()
+
+    def held(dst: int, src: int, n_bytes: int) -> None:
+        assert go_on.wait(240)
+        ctypes.memmove(dst, src, n_bytes)
+        copied.append(n_bytes)
+
+    clock = MonotonicClock()
+    link = HostLink(clock, lambda done: None, LinkRates.even(1e9), copy_bytes=held)
+    reads = CopiedReads(size)
+    slots = weakref.ref(reads)
+    barriers = PacedReads(Unpaced(), link, clock, reads)  # type: ignore[arg-type]
+    assert barriers.begin_pass() == [0, 1, 2]
+    ended = threading.Thread(target=barriers.finish)  # as after a layer that raised
+    ended.start()
+    del reads, barriers
+    gc.collect()
+    assert slots() is not None
+    assert ended.is_alive(), "two layers are read ahead, and none has been copied"
+    go_on.set()
+    ended.join(240)
+    assert copied == [size, size]
+    link.close()
+
+
+def test_a_read_that_cannot_be_begun_is_not_waited_for() -> None:
+    clock = MonotonicClock()
+    link = HostLink(clock, lambda done: None, LinkRates.even(1e9))
+    barriers = PacedReads(Unpaced(), link, clock, CopiedReads(4096))  # type: ignore[arg-type]
+
+    def failing(*arguments: Any, **more: Any) -> None:
+        raise MemoryError("there is none")
+
+    link.start = failing  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        barriers.begin_pass()
+    barriers.finish()
+    link.close()
