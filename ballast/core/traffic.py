@@ -177,5 +177,5 @@ class TrafficStats:
     def expecting(self, unended: int = 0) -> Callable[[int], int]:
         """Return `expected_outputs` as a function of `left`, for many requests."""
         mean = self.mean_output(unended)
-        most = PRIOR_OUTPUT if mean is None else round(mean)
-        return lambda left: max(1, min(left, most))
+        most = max(1, PRIOR_OUTPUT if mean is None else round(mean))
+        return lambda left: most if left > most else left if left > 1 else 1

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ballast.core.actions import Action
+from ballast.core.actions import Action, Preempt
 from ballast.core.request import Precedence
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, SharedView
@@ -66,6 +66,12 @@ class Claim(NamedTuple):
         undoing = self.may_preempt
         due = 0.0 if undoing else self.due
         return not undoing, self.order.rank, due, self.order, self.model
+
+    @property
+    def grows(self) -> bool:
+        """Whether its request runs: it undoes work in order to go on, and shares its offers with
+        all such claims."""
+        return self.may_preempt and not (self.admission or self.weights)
 
     def may_take(self, offer: Offer) -> bool:
         """Return whether it may have an offer: no work undone for it that is older, nothing from
@@ -139,6 +145,25 @@ class Offer(NamedTuple):
         """Return the price of `pages` of its pages, in proportion if it is divisible."""
         price = self.price()
         return price * pages / self.pages if self.grain else price
+
+
+class RunningWork(NamedTuple):
+    """A running request that holds pages, and may be preempted for a claim: an offer in short, as
+    there may be hundreds. Fields as of `Offer`."""
+
+    undoes: Precedence
+    price: float
+    """Expected harm."""
+    pages: int
+    blocks: int
+    owner: str
+    key: tuple[str, ...]
+    """Its last part is the request's id."""
+
+    def preempted(self, claim: Claim) -> Preempt:
+        """Return the action for a claim."""
+        why = f"{claim.model} gains more than it loses"
+        return Preempt(self.owner, self.key[-1], why)
 
 
 Source = Callable[[DeviceView, Claim], Iterable[Offer]]

@@ -57,17 +57,15 @@ def clear(
     actions = Actions()
     promises: list[Promise] = []
     uncovered: list[Claim] = []
-    for claim in sorted(claims, key=_order):
+    ordered = sorted(claims, key=_order)
+    for claim in _beyond_growths(ordered, budget, supply, actions, promises):
         needs = budget.needs(claim)
         lacked = budget.lacks(claim, needs)
         instead = False
         must = claim.gain == math.inf
         kept = min(reserve, max(0, budget.coming)) if claim.weights and not must else 0
         lacked += kept
-        if lacked > 0 and must and (taken := _running_work(claim, budget, supply, lacked)):
-            actions.add(taken)
-            needs = budget.needs(claim)
-        elif lacked > 0:
+        if lacked > 0:
             asked = _Asked(partial(supply.cheapest, budget, claim, lacked))
             budget.coming -= kept
             chosen = cover_one(claim, asked, budget, lacked, by_price=True)
@@ -112,34 +110,45 @@ class _Asked:
         return chain(self._seen, self._rest)
 
 
-def _running_work(
-    claim: Claim, budget: PageBudget, supply: SupplyCurve, lacked: int
-) -> list[Action]:
-    """Take the first offer that a claim may take, if it is running work that suffices alone, and
-    return its action; none, with nothing taken, if not."""
-    taken: Offer | None = None
-    untaken: list[_Untaken] = []
-    seen: list[tuple[str, ...]] = []
-    used_up, may_take = budget.used_up, claim.may_take
-    for offer in supply.cheapest(budget, claim, lacked):
-        if used_up(offer) or not may_take(offer):
+def _beyond_growths(
+    claims: Iterable[Claim],
+    budget: PageBudget,
+    supply: SupplyCurve,
+    actions: Actions,
+    promises: list[Promise],
+) -> Iterator[Claim]:
+    """Cover growths for which pages that are free or one running request suffice, as long as that
+    is cheapest, without trial; yield all other claims, in their order."""
+    for claim in claims:
+        if not claim.grows or budget.borrowed:
+            yield claim
             continue
-        if taken is None:
-            if offer.pages < lacked or offer.grain or offer.everything or offer.undoes is None:
-                return []
-            taken = offer
-        elif offer.pages and offer.key not in seen:
-            seen.append(offer.key)
-            untaken.append((offer.key, offer.price() / offer.pages))
-            if len(untaken) == UNTAKEN:
-                break
-    if taken is None:
-        return []
-    budget.accept(taken, taken.pages)
-    supply.take([taken])
-    action = taken.act(taken.pages, claim)
-    why = Explanation(str(action.why), taken.price(), taken.pages, claim.gain, untaken)
-    return [explained(action, why)]
+        needs = budget.needs(claim)
+        if needs > budget.coming:
+            undone = _undo_work(claim, budget, supply, needs - budget.coming)
+            if undone is None:
+                yield claim
+                continue
+            actions.add((undone,))
+            needs = budget.needs(claim)
+        budget.use(claim, needs)
+        promises += promised(claim, needs)
+
+
+def _undo_work(claim: Claim, budget: PageBudget, supply: SupplyCurve, lacked: int) -> Action | None:
+    """Take the cheapest offer that a growth may take, if that is running work that suffices alone,
+    and return its action; None, with nothing taken, if it is not."""
+    work = supply.running(budget, claim, lacked)
+    found = work.first(1 + UNTAKEN, claim.undoing or claim.order, budget)
+    if not found or found[0].pages < lacked:
+        return None
+    taken, *others = found
+    budget.preempt(taken)
+    work.take(taken)
+    action = taken.preempted(claim)
+    untaken = [(other.key, other.price / other.pages) for other in others]
+    why = Explanation(action.why, taken.price, taken.pages, claim.gain, untaken)
+    return explained(action, why)
 
 
 def _order(claim: Claim) -> tuple[float, bool, Precedence, str]:

@@ -90,7 +90,7 @@ class Coming:
 
     def __init__(self, seconds: Floats, pages: Floats) -> None:
         """`seconds` from now until requests end, and the `pages` that each then frees."""
-        order = seconds.argsort(kind="stable")
+        order = seconds.argsort()  # whatever comes first of equals, times are theirs
         self._times = np.full(len(order) + 1, FOREVER)
         np.minimum(seconds[order], FOREVER, out=self._times[:-1])
         self._pages = pages[order].cumsum()
@@ -183,9 +183,7 @@ class Outlook:
         work = self.work.of_all
         if not self._freed:
             return Coming(np.empty(0), np.empty(0))
-        holding = work.pages > 0
-        seconds = work.left[holding] * (self.round_seconds * self._freed)
-        return Coming(seconds, work.pages[holding])
+        return Coming(work.left * (self.round_seconds * self._freed), work.pages)
 
     @lazy_property
     def backlog(self) -> int:

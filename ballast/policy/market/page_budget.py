@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView
-from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.claim_and_offer import Claim, Offer, RunningWork
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -126,6 +126,10 @@ class PageBudget:
         taken = self._taken.get(offer.key)
         return taken is not None and (not offer.grain or taken >= offer.pages)
 
+    def has(self, owner: str, key: tuple[str, ...]) -> bool:
+        """Return whether anything was taken under a key, or all of its owner's memory."""
+        return key in self._taken or owner in self._emptied
+
     def left(self, offer: Offer, pages: int) -> int:
         """Return the pages to take of an offer that is not used up, where `pages` are lacked: all
         of an indivisible one, which may be none if it only gives blocks back."""
@@ -156,6 +160,16 @@ class PageBudget:
         if not offer.later:
             self.free += gained
         return gained
+
+    def preempt(self, work: RunningWork) -> None:
+        """Take a running request for good: it cannot be undone."""
+        pages, owner = work.pages, work.owner
+        self._taken[work.key] = pages
+        self._taken_of[owner] = self._taken_of.get(owner, 0) + pages
+        if work.blocks:
+            self._blocks[owner] = self._blocks.get(owner, 0) + work.blocks
+        self.coming += pages
+        self.free += pages
 
     def reserve(self, offers: Iterable[Offer], pages: int) -> None:
         """Withhold up to `pages` pages of divisible offers, at once and without undoing work, from

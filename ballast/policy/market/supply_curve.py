@@ -9,11 +9,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Protocol
 
-from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.core.request import Precedence
+from ballast.policy.market.claim_and_offer import Claim, Offer, RunningWork
 from ballast.policy.market.page_budget import PageBudget
 
 Priced = tuple[float, Offer]
@@ -61,27 +62,49 @@ class OfferTable(Protocol):
         ...
 
 
+class WorkTable(OfferTable, Protocol):
+    """Running requests in one decision."""
+
+    def by_price(self, lacked: int) -> Iterator[tuple[float, RunningWork]]:
+        """Yield those that hold pages, with their prices per page that a claim which lacks so many
+        can use; prices rise."""
+        ...
+
+
 class SupplyCurve:
     """What all sources offer in one decision, by marginal price.
 
     A curve is followed as far as a claim needs, and kept for those that come after.
     """
 
-    def __init__(self, tables: Sequence[OfferTable]) -> None:
-        self._tables = tables
+    def __init__(self, tables: Sequence[OfferTable], running: WorkTable | None = None) -> None:
+        """`running`: the source that comes after all others of the same price."""
+        self._others, self._running = tables, running
+        self._tables = tables if running is None else (*tables, running)
         self._curves: dict[tuple[int, int], _Curve] = {}
         """By a claim's pages, and those that it lacks."""
+        self._work: dict[tuple[int, int], CheapestWork] = {}
+        """By the same."""
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterable[Offer]:
         """Return offers for a claim that lacks so many pages, the cheapest page first."""
-        grows = claim.may_preempt and not (claim.admission or claim.weights)
-        if not grows and any(table.is_own(claim) for table in self._tables):
-            return _Curve(self._merged(budget, claim, lacked))
+        if not claim.grows and any(table.is_own(claim) for table in self._tables):
+            return _Curve(_merged(self._tables, budget, claim, lacked))
         curve = self._curves.get((claim.pages, lacked))
         if curve is None:
-            curve = _Curve(self._merged(budget, claim, lacked))
+            curve = _Curve(_merged(self._tables, budget, claim, lacked))
             self._curves[claim.pages, lacked] = curve
         return curve
+
+    def running(self, budget: PageBudget, claim: Claim, lacked: int) -> CheapestWork:
+        """Return the running requests that cost less than all else, for a growth that lacks so many
+        pages."""
+        work = self._work.get((claim.pages, lacked))
+        if work is None:
+            others = _merged(self._others, budget, claim, lacked)
+            running = self._running.by_price(lacked) if self._running else iter(())
+            work = self._work[claim.pages, lacked] = CheapestWork(running, others)
+        return work
 
     def take(self, offers: Sequence[Offer]) -> None:
         """Note that offers were taken for good; that of a request changes no other's price."""
@@ -90,13 +113,62 @@ class SupplyCurve:
             changed = [table.take(offers) for table in self._tables]
             if any(changed):
                 self._curves.clear()
+                self._work.clear()
         for curve in self._curves.values():
             curve.drop(offers)
 
-    def _merged(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[PricedOrBound]:
-        tables: list[Iterable[PricedOrBound]]
-        tables = [table.cheapest(budget, claim, lacked) for table in self._tables]
-        return heapq.merge(*tables, key=itemgetter(0))
+
+def _merged(
+    tables: Sequence[OfferTable], budget: PageBudget, claim: Claim, lacked: int
+) -> Iterator[PricedOrBound]:
+    offered: list[Iterable[PricedOrBound]]
+    offered = [table.cheapest(budget, claim, lacked) for table in tables]
+    return heapq.merge(*offered, key=itemgetter(0))
+
+
+class CheapestWork:
+    """Running requests up to the first that costs as much as anything else, known as far as claims
+    have come."""
+
+    def __init__(
+        self, running: Iterator[tuple[float, RunningWork]], others: Iterator[PricedOrBound]
+    ) -> None:
+        self._rest, self._others = running, others
+        self._other = next(others, None)
+        """The cheapest of what else is offered."""
+        self._known: list[RunningWork] = []
+
+    def first(self, n: int, order: Precedence, budget: PageBudget) -> list[RunningWork]:
+        """Return the `n` cheapest that come after `order` and were not taken: all, if there is
+        nothing else; fewer or none, if anything else is as cheap."""
+        found: list[RunningWork] = []
+        for work in chain(self._known, self._further()):
+            if order < work.undoes and not budget.has(work.owner, work.key):
+                found.append(work)
+                if len(found) == n:
+                    return found
+        return [] if self._is_offered(math.inf) else found
+
+    def take(self, work: RunningWork) -> None:
+        """Forget one that was taken."""
+        self._known.remove(work)
+
+    def _further(self) -> Iterator[RunningWork]:
+        known = self._known
+        for price, work in self._rest:
+            if self._is_offered(price):
+                self._rest = chain([(price, work)], self._rest)
+                return
+            known.append(work)
+            yield work
+
+    def _is_offered(self, price: float) -> bool:
+        """Whether anything else is offered at a price, or less."""
+        while (other := self._other) is not None and other[0] <= price:
+            if other[1] is not None:
+                return True
+            self._other = next(self._others, None)
+        return False
 
 
 class _Curve:

@@ -206,7 +206,7 @@ def work_of(m: ModelView) -> WorkAhead:
     step, prefill_seconds = m.derived(step_seconds), m.costs.prefilling()
     expected = m.traffic.expecting(m.derived(_unended))
     token_bytes = m.spec.kv_bytes_per_token
-    columns: list[tuple[float, ...]] = []
+    facts: list[float] = []
     before = 0.0
     for r in (*m.waiting, *m.running):
         left = expected(r.max_tokens - r.generated)
@@ -225,8 +225,8 @@ def work_of(m: ModelView) -> WorkAhead:
             restoring = prefill_seconds(r.computed)
             kv_bytes = r.computed * token_bytes
         weight = weight_of(r.order.rank)
-        columns.append((due, ahead, weight, r.pages, left, restoring, kv_bytes, allowed, lost))
-    rows = np.array(columns, np.float64).T if columns else np.empty((_FIELDS, 0))
+        facts += due, ahead, weight, r.pages, left, restoring, kv_bytes, allowed, lost
+    rows = np.array(facts, np.float64).reshape(-1, _FIELDS).T
     return WorkAhead(rows, len(m.waiting))
 
 
@@ -279,13 +279,12 @@ class DeviceWork:
 
     def __init__(self, models: Iterable[ModelView]) -> None:
         self.models = [m for m in models if m.waiting or m.running]
-        work = [m.derived(work_of) for m in self.models]
-        columns = [w.rows.T for w in work]  # each is as it lies in memory
-        rows = np.concatenate(columns).T if columns else np.empty((_FIELDS, 0))
-        self.of_all = WorkAhead(np.ascontiguousarray(rows))
-        self._sizes = [len(c) for c in columns]
+        each = [m.derived(work_of).rows for m in self.models]
+        self._sizes = [len(m.waiting) + len(m.running) for m in self.models]
         self.starts = [0, *accumulate(self._sizes)]
         """Columns at which models begin; and of the end."""
+        rows = np.empty((_FIELDS, self.starts[-1]))
+        self.of_all = WorkAhead(np.concatenate(each, axis=1, out=rows) if each else rows)
 
     def least_weight(self) -> float:
         """Return the least of what all requests of a model weigh together; 0: there are none."""

@@ -224,9 +224,7 @@ class Arbiter(MemoryPolicy):
         tables += (offers for offers in listed if offers)
         if self.parking:
             tables.append(ParkedModels(ahead))
-        if self.preempting:
-            tables.append(RunningRequests(ahead))
-        return SupplyCurve(tables)
+        return SupplyCurve(tables, RunningRequests(ahead) if self.preempting else None)
 
 
 def _claims(ahead: Outlook) -> Iterator[Claim]:
@@ -259,13 +257,10 @@ def _growths(ahead: Outlook) -> Iterator[Claim]:
     others that are not."""
     now, by_name = ahead.now, ahead.view.by_name
     for s in ahead.view.shortages:
-        if not s.limited:
-            m = by_name[s.model]
-            found = m.derived(_running).get(s.request_id)
-            if found is not None:
-                order, lost = found
-                last = precedence(order, lost < now and order != ahead.first)
-                yield Claim(s.model, order, s.pages, True, s.blocks, undoing=last)
+        if not s.limited and (found := by_name[s.model].derived(_running).get(s.request_id)):
+            order, lost = found
+            last = precedence(order, order != ahead.first) if lost < now else order
+            yield Claim(s.model, order, s.pages, True, s.blocks, undoing=last)
 
 
 def _owed(view: DeviceView, m: ModelView, claim: Claim) -> Claim:

@@ -9,10 +9,9 @@ from functools import partial
 import numpy as np
 
 from ballast.core.actions import Preempt
-from ballast.core.request import Precedence
 from ballast.core.view import ModelView, RequestView, Residency
 from ballast.policy.kv_fetching import OVERHEAD_SECONDS
-from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.claim_and_offer import Claim, Offer, RunningWork
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced
@@ -43,9 +42,9 @@ class RunningRequests:
         waits = ahead.coming.waits(work.pages + ahead.backlog) + own
         self._prices = ahead.lateness.of(waits) + ahead.lane_price * lane
         self._pages, self._lost = work.pages, work.lost
-        self._orders: dict[int, list[tuple[int, float]]] = {}
-        """Columns of `work` and prices, the cheapest first, for each number of pages lacked."""
-        self._offers: dict[int, Offer | None] = {}
+        self._orders: dict[int, list[int]] = {}
+        """Columns of `work`, the cheapest page first, for each number of pages lacked."""
+        self._found: dict[int, RunningWork | None] = {}
 
     @property
     def least(self) -> float:
@@ -56,14 +55,20 @@ class RunningRequests:
 
     def cheapest(self, budget: PageBudget, claim: Claim, lacked: int) -> Iterator[Priced]:
         """As of `OfferTable`; last come those that free blocks of their own model alone."""
-        for column, price in self._sorted(lacked):
-            offer = self._offer(column)
-            if offer is not None:
-                yield price / min(lacked, offer.pages), offer
+        for price, work in self.by_price(lacked):
+            yield price, _preempting(work)
         for column in np.flatnonzero(self._pages == 0).tolist():
-            offer = self._offer(column)
-            if offer is not None and offer.blocks:
-                yield math.inf, offer
+            blocks = self._undoable(column)
+            if blocks is not None and blocks.blocks:
+                yield math.inf, _preempting(blocks)
+
+    def by_price(self, lacked: int) -> Iterator[tuple[float, RunningWork]]:
+        """As of `WorkTable`."""
+        for column in self._sorted(lacked):
+            work = self._undoable(column)
+            if work is not None:
+                pages = work.pages
+                yield work.price / (pages if pages < lacked else lacked), work
 
     def is_own(self, claim: Claim) -> bool:
         """As of `OfferTable`."""
@@ -73,31 +78,29 @@ class RunningRequests:
         """As of `OfferTable`."""
         return False
 
-    def _sorted(self, lacked: int) -> list[tuple[int, float]]:
-        """Return the columns of requests with pages, and their prices, by price per page, the
-        cheapest first."""
+    def _sorted(self, lacked: int) -> list[int]:
+        """Return the columns of requests with pages by price per page, the cheapest first."""
         if lacked not in self._orders:
             holding = np.flatnonzero(self._pages > 0)[::-1]  # of equals the youngest first
             per_page = self._prices[holding] / np.minimum(self._pages[holding], lacked)
             per_page = per_page.astype(np.float32)  # equals but for rounding are equals
-            columns = holding[np.argsort(per_page, kind="stable")]
-            prices = self._prices[columns].tolist()
-            self._orders[lacked] = list(zip(columns.tolist(), prices, strict=True))
+            self._orders[lacked] = holding[per_page.argsort(kind="stable")].tolist()
         return self._orders[lacked]
 
-    def _offer(self, column: int) -> Offer | None:
-        """Return the offer of a request; None if its model is not resident, or the request has not
+    def _undoable(self, column: int) -> RunningWork | None:
+        """Return what a request offers; None if its model is not resident, or the request has not
         got on since it was preempted."""
-        if column in self._offers:
-            return self._offers[column]
+        if column in self._found:
+            return self._found[column]
         m, r = self._work.request(column)
-        offer = None
+        work = None
         if m.residency is Residency.RESIDENT and not (r.undone and _is_recovering(m, r)):
-            ahead, price = self._ahead, self._prices.item(column)
-            lost = self._lost.item(column) < ahead.now and not ahead.is_first(r)
-            offer = _preempting(m.name, r, price, precedence(r.order, lost))
-        self._offers[column] = offer
-        return offer
+            price, order, name = self._prices.item(column), r.order, m.spec.name
+            if self._lost.item(column) < self._ahead.now:
+                order = precedence(order, not self._ahead.is_first(r))
+            work = RunningWork(order, price, r.pages, r.blocks, name, ("request", name, r.id))
+        self._found[column] = work
+        return work
 
 
 def _is_recovering(m: ModelView, r: RequestView) -> bool:
@@ -110,10 +113,11 @@ def _is_recovering(m: ModelView, r: RequestView) -> bool:
     return more * m.derived(step_seconds) <= m.costs.prefill_seconds(r.computed)
 
 
-def _preempting(model: str, r: RequestView, price: float, order: Precedence) -> Offer:
-    act, key = partial(_preempt, model, r.id), ("request", model, r.id)
-    return Offer(key, model, r.pages, partial(float, price), act, r.blocks, undoes=order)
+def _preempting(work: RunningWork) -> Offer:
+    undoes, price, pages, blocks, owner, key = work
+    act = partial(_preempt, work)
+    return Offer(key, owner, pages, partial(float, price), act, blocks, undoes=undoes)
 
 
-def _preempt(model: str, request_id: str, _: int, claim: Claim) -> Preempt:
-    return Preempt(model, request_id, why=f"{claim.model} gains more than it loses")
+def _preempt(work: RunningWork, _: int, claim: Claim) -> Preempt:
+    return work.preempted(claim)
