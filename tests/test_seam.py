@@ -94,15 +94,17 @@ HARMLESS = {
     "ballast": {"os"},
     "ballast.fleet.gguf_header": {"os"},
     "ballast.fleet.unfinished_download": {"os"},
+    "ballast.memory.free_pages": {"threading"},
     "ballast.memory.pool": {"threading"},
     "ballast.memory.syscalls": {"os"},
     "ballast.memory.transfer": {"threading"},
     "ballast.memory.vm": {"os"},
+    "ballast.policy.fleet.random_placement": {"random"},
     "ballast.weights.stored": {"os"},
 }
 """What modules beneath both worlds need of the machine, and decide nothing by: the environment of
-threads, locks, descriptors, files and names of errors. `transfer` has the live link beside the
-protocol of both."""
+threads, locks, descriptors, files, names of errors, and draws from a stated seed. `transfer` has the
+live link beside the protocol of both."""
 WORLD_PARTS = {"clock", "inbox", "runner", "vm", "link", "pool"}
 
 

@@ -4,9 +4,11 @@ come far: what a test does in the midst of an answer happens there, however fast
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,9 @@ def held(run: Run, file: Path, device: Any) -> Run:
     return wait_and_run
 
 
-def held_device(*given: Any) -> Any:
+def held_device(*given: Any, kv_fd: int | None = None) -> Any:
     """As `live_device`. Models that join later are held as well."""
-    device: Any = live_device(*given)
+    device: Any = live_device(*given, kv_fd=kv_fd)
     file = Path(os.environ[FILE])
     make = device.executors_of
 
@@ -61,4 +63,6 @@ def hold(executors: Iterable[Any], file: Path, device: Any) -> None:
 
 if __name__ == "__main__":
     page_descriptors.PATIENCE_SECONDS = 240.0  # for another worker that had no time to answer
-    main(make_device=held_device)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--kv", type=int)
+    main(make_device=partial(held_device, kv_fd=parser.parse_known_args()[0].kv))
