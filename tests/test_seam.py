@@ -103,8 +103,8 @@ HARMLESS = {
     "ballast.weights.stored": {"os"},
 }
 """What modules beneath both worlds need of the machine, and decide nothing by: the environment of
-threads, locks, descriptors, files, names of errors, and draws from a stated seed. `transfer` has the
-live link beside the protocol of both."""
+threads, locks, descriptors, files, names of errors, and draws from a stated seed. `transfer` has
+the live link beside the protocol of both."""
 WORLD_PARTS = {"clock", "inbox", "runner", "vm", "link", "pool"}
 
 

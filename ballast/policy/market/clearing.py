@@ -147,7 +147,7 @@ def _undo_work(claim: Claim, budget: PageBudget, supply: SupplyCurve, lacked: in
     work.take(taken)
     action = taken.preempted(claim)
     untaken = [(other.key, other.price / other.pages) for other in others]
-    why = Explanation(action.why, taken.price, taken.pages, claim.gain, untaken)
+    why = Explanation(str(action.why), taken.price, taken.pages, claim.gain, untaken)
     return explained(action, why)
 
 
