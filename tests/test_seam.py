@@ -99,7 +99,7 @@ HARMLESS = {
     "ballast.memory.syscalls": {"os"},
     "ballast.memory.transfer": {"threading"},
     "ballast.memory.vm": {"os"},
-    "ballast.policy.fleet.random_placement": {"random"},
+    "ballast.policy.fleet.fixed_placement": {"random"},
     "ballast.weights.stored": {"os"},
 }
 """What modules beneath both worlds need of the machine, and decide nothing by: the environment of

@@ -23,10 +23,9 @@ from ballast.policy.compute.chunks import Chunks
 from ballast.policy.compute.deadline import Deadline
 from ballast.policy.fleet.by_price import ByPrice
 from ballast.policy.fleet.elastic_lending import ElasticLending
-from ballast.policy.fleet.fixed_placement import FixedPlacement
+from ballast.policy.fleet.fixed_placement import FixedPlacement, RandomPlacement
 from ballast.policy.fleet.link_aware import LinkAware
 from ballast.policy.fleet.migrate import LeastPressure
-from ballast.policy.fleet.random_placement import RandomPlacement
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
 from ballast.policy.memory.arbiter import Arbiter
 from ballast.policy.memory.balloon import Balloon

@@ -6,7 +6,7 @@ decides about a single device.
 - `by_price`: Fleet policy that lends pages and moves models where a page is worth more.
 - `elastic_cache`: Sizes of SwiftCache's caches and units, and its Algorithm 1.
 - `elastic_lending`: Fleet policy that lends idle KV memory to devices that lack it (SwiftCache).
-- `fixed_placement`: Fleet policy that leaves models where they were placed.
+- `fixed_placement`: Fleet policies that leave models where they were placed: by work, or drawn.
 - `initial_placement`: Place models on devices by size and expected work, before anything arrives.
 - `kv_pressure`: KV pressure ratio of devices, and greedy placement (Prism, 6.1, Algorithm 1).
 - `link_aware`: Fleet policy by the budget of a shared link (C2CServe, 6.1, 6.2).
@@ -15,7 +15,6 @@ decides about a single device.
 - `mux_placement`: Placement by popularity and computation (MuxServe, 3.2).
 - `optimal_placement`: Placement of least KV pressure by CP-SAT, as a bound for the greedy one.
 - `placement_problem`: The types of placement problems: devices, and homes of models.
-- `random_placement`: Fleet policy that places models at random, as a baseline.
 - `replica_choice`: Choose which replica of a model gets a request.
 - `replicate`: Fleet policy that replicates a model from an overloaded device to one with room.
 """

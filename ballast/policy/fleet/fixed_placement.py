@@ -1,16 +1,19 @@
 """Keep each model on the devices where it was placed at the start.
 
-The fleet policy of placements `weights` and `work`; no model moves but by an operator's command.
+The fleet policies of placements `weights`, `work` and `random`; no model moves but by an operator's
+command.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ballast.core.fleet import FleetDecision, FleetView, Need, Room
 from ballast.policy.base import FleetPolicy
-from ballast.policy.fleet.initial_placement import spread
+from ballast.policy.fleet.initial_placement import fitting, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,28 @@ class FixedPlacement(FleetPolicy):
 
     def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
         return spread(needs, rooms, by_work=self.by_work)
+
+    def __call__(self, view: FleetView, memo: object) -> FleetDecision:
+        return FleetDecision(memo=memo)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPlacement(FleetPolicy):
+    """Place each model on one of the devices that can serve it, whatever else is there, as
+    baselines do (C2CServe, 7.4). The draw follows from `seed` and the model's name, so that further
+    models change no other's."""
+
+    seed: float = 0
+
+    options: ClassVar = ("seed",)
+
+    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+        return {
+            need.model: [
+                random.Random(f"{self.seed:g} {need.model}").choice(fitting(need, rooms)).device
+            ]
+            for need in needs
+        }
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
         return FleetDecision(memo=memo)

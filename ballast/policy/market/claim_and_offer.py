@@ -160,6 +160,11 @@ class RunningWork(NamedTuple):
     key: tuple[str, ...]
     """Its last part is the request's id."""
 
+    @property
+    def grain(self) -> int:
+        """0: it is indivisible."""
+        return 0
+
     def preempted(self, claim: Claim) -> Preempt:
         """Return the action for a claim."""
         why = f"{claim.model} gains more than it loses"

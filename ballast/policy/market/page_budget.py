@@ -119,16 +119,12 @@ class PageBudget:
         """Return the pages taken under an offer's key."""
         return self._taken.get(key, 0)
 
-    def used_up(self, offer: Offer) -> bool:
+    def used_up(self, offer: Offer | RunningWork) -> bool:
         """Return whether nothing of an offer is left."""
         if offer.owner in self._emptied:
             return True
         taken = self._taken.get(offer.key)
         return taken is not None and (not offer.grain or taken >= offer.pages)
-
-    def has(self, owner: str, key: tuple[str, ...]) -> bool:
-        """Return whether anything was taken under a key, or all of its owner's memory."""
-        return key in self._taken or owner in self._emptied
 
     def left(self, offer: Offer, pages: int) -> int:
         """Return the pages to take of an offer that is not used up, where `pages` are lacked: all

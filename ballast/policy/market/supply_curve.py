@@ -143,7 +143,7 @@ class CheapestWork:
         nothing else; fewer or none, if anything else is as cheap."""
         found: list[RunningWork] = []
         for work in chain(self._known, self._further()):
-            if order < work.undoes and not budget.has(work.owner, work.key):
+            if order < work.undoes and not budget.used_up(work):
                 found.append(work)
                 if len(found) == n:
                     return found
