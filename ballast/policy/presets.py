@@ -16,6 +16,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.admission.late_last import LateLast
 from ballast.policy.admission.least_harm import LeastHarm
 from ballast.policy.admission.slack import Slack
+from ballast.policy.admission.turns_by_slack import TurnsBySlack
 from ballast.policy.base import AdmissionPolicy, ComputePolicy, FleetPolicy, MemoryPolicy
 from ballast.policy.compute.adbs import AdaptiveBatches
 from ballast.policy.compute.basic_orders import FirstComeFirstServed, RoundRobin
@@ -35,6 +36,7 @@ from ballast.policy.memory.lru import LeastRecentlyUsed
 from ballast.policy.memory.mirage import Mirage
 from ballast.policy.memory.quotas import Quotas
 from ballast.policy.memory.recompute import Recompute
+from ballast.policy.memory.rotary import Rotary
 from ballast.policy.memory.static import FixedShares
 from ballast.policy.memory.swap import WholeModels
 from ballast.policy.memory.swiftcache import SwiftCache
@@ -138,6 +140,7 @@ _KINDS = {
     "muxserve": _Kind(Quotas, "adbs"),
     "prism": _Kind(Balloon, "deadline", "kvpr", Slack),
     "swiftcache": _Kind(SwiftCache, "deadline", "swiftcache"),
+    "superinfer": _Kind(Rotary, "deadline", admission=TurnsBySlack),
     "c2cserve": _Kind(HostDirect, "chunks", "link"),
     "ballast": _Kind(Arbiter, "deadline", "price", LeastHarm),
 }

@@ -125,6 +125,7 @@ def test_every_preset_that_shares_memory_can_be_had_by_price() -> None:
         "kvswap",
         "prism",
         "swiftcache",
+        "superinfer",
     ]
 
 

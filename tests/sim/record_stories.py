@@ -219,6 +219,7 @@ CASES: dict[str, Case | Lending | Played] = {
     "prism-1": Case("prism", talking, (2, 6), options={"aging": 0.05}),
     "ballast-1": Case("ballast", talking, (2, 6)),
     "swiftcache-1": Case("swiftcache", talking, (2, 6)),
+    "superinfer-1": Case("superinfer", deep, (4,), link=LINK),
     "c2cserve-1": Case("c2cserve", plain, (0, 3)),
     "played-static": Played("static", (1004, 1010)),
     "played-swap": Played("swap", (1004, 1010)),

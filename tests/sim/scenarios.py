@@ -276,7 +276,7 @@ OPTIONS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
     ),
 }
 """By preset."""
-PLACES = ("static", "recompute", "mirage", "kvswap", "muxserve")
+PLACES = ("static", "recompute", "superinfer", "mirage", "kvswap", "muxserve")
 """Presets under which models keep their places."""
 
 

@@ -136,7 +136,9 @@ def test_a_preempted_request_finds_what_it_computed_under_each_preset(preset: st
     else:
         assert kept.preemptions > 0
         assert fetched[-1] > 100
-        assert kept.step_tokens <= without.step_tokens - fetched[-1]
+        saved = 0 if preset == "superinfer" else fetched[-1]  # without tiers others make way
+        assert kept.step_tokens < without.step_tokens
+        assert kept.step_tokens <= without.step_tokens - saved
 
 
 def test_staged_blocks_count_in_the_host_tier_and_the_story_replays(tmp_path: Path) -> None:

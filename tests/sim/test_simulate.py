@@ -24,7 +24,7 @@ from tests.engine.fresh import check_views
 from tests.policy import worlds
 
 PAGE = worlds.PAGE
-KEEP_PLACES = ("static", "recompute", "mirage", "kvswap", "muxserve")
+KEEP_PLACES = ("static", "recompute", "superinfer", "mirage", "kvswap", "muxserve")
 """Presets that refuse requests for which the places of the models have no room."""
 COSTS = StepCosts(2e-3, 5e-5, 2e-4, 1e-7, 1e-9)
 

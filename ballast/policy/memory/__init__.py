@@ -16,6 +16,7 @@ A device's engine loop calls one of these policies. They import `core`, `policy.
 - `quotas`: Preset `muxserve`: KV quotas of models that follow demand (MuxServe).
 - `reactivation`: Bring evicted models back before they are requested.
 - `recompute`: Preset `recompute`: fixed weights, preemption by recomputation (vLLM).
+- `rotary`: Preset `superinfer`: requests ahead of their pace make way first (SuperInfer).
 - `static`: Preset `static`: every model has a fixed share of the device.
 - `swiftcache`: Preset `swiftcache`: KV staged on the host before work is undone (SwiftCache).
 - `swap`: Preset `swap`: one whole model at a time has the device (QLM, llama-swap).

@@ -10,7 +10,16 @@ from ballast.core.actions import DropCache
 from ballast.policy.presets import resolve
 from tests.policy.worlds import device, model, request
 
-POOLED = ("recompute", "balloon", "prism", "swiftcache", "ballast", "mirage", "kvswap")
+POOLED = (
+    "recompute",
+    "superinfer",
+    "balloon",
+    "prism",
+    "swiftcache",
+    "ballast",
+    "mirage",
+    "kvswap",
+)
 FIRST = (request(1, tokens=128),)
 OTHER = model("other", kv=6, cached=6, last_used=5.0)
 
