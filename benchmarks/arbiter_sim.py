@@ -1,12 +1,13 @@
-"""The preset `ballast` against the others: ten workloads on H100s with PCIe 5, in virtual time.
+"""The preset `ballast` against the others: ten workloads on H100s with PCIe 5, three of them also
+on a GH200, four H20s with NVLink and eight A100s, in virtual time.
 
 Each workload at two rates: its knee, the highest up to which one of `KNEE_OF` attains 90 % on the
 first seed, and twice that. A *cell* is a workload at a rate. Seeds are paired. Each rival has, in
 each cell, the better of its own order of compute and `deadline`, on the first seed, and the same
 options as ours. Rivals more than ten points behind the best after that seed are not run on further
 ones. With `--state FILE` results are kept there, and a run that was stopped goes on. `--quick`:
-fewer rivals, one seed, 10 s of arrivals, knees by powers of two of one preset, and orders of
-compute chosen at the knee alone.
+H100s alone, fewer rivals, one seed, 10 s of arrivals, knees by powers of two of one preset, and
+orders of compute chosen at the knee alone.
 
 `worst_vs_best_other`: the least over cells of attainment less that of the best rival, in points, of
 means over seeds. `headroom_closed`: the mean, over cells in which eight times the memory brings a
@@ -35,7 +36,7 @@ from typing import Any
 from rich.table import Table
 
 from ballast.policy.presets import resolve
-from benchmarks.arbiter_workloads import SLO, TRACES, WORKLOADS
+from benchmarks.arbiter_workloads import ALL, SLO, TRACES, WORKLOADS
 from benchmarks.common import finish, options
 from benchmarks.contenders import defaults
 from benchmarks.headroom import attained
@@ -65,7 +66,7 @@ OWN = (
 KNEE_OF = ("prism+deadline", "balloon+deadline")
 AMPLE = "ample memory"
 KNEES = tuple(2.0 ** (k / 2) for k in range(2, 11))
-"""Requests per second at which a knee may lie."""
+"""Requests per second at which a knee may lie, times a workload's `scale`."""
 TARGET, RATE_TARGET = 0.9, 0.95
 MULTIPLES = (1.0, 2.0)
 """Of the knee."""
@@ -88,7 +89,7 @@ def key(workload: str, rate: float, preset: str, seed: int) -> str:
 
 def measure(seconds: float, workload: str, rate: float, row: str, seed: int) -> float:
     """Return the share of requests that attain their service levels in one run."""
-    of = WORKLOADS[workload]
+    of = ALL[workload]
     work = of.make(rate, seconds, seed)
     if row.startswith(AMPLE):
         return attained(of, work, resolve(row.removeprefix(AMPLE).strip()), ample=True)
@@ -154,6 +155,7 @@ def knee(
 ) -> float:
     """Return the highest of `rates`, found by bisection, at which one of the presets attains
     `TARGET`; the lowest if none does."""
+    rates = [rate * ALL[workload].scale for rate in rates]
     low, high = 0, len(rates)
     while high - low > 1:
         middle = (low + high) // 2
@@ -251,7 +253,7 @@ def _rates(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, by commas")
+        parser.add_argument("--only", default="", help="workloads, by commas")
         parser.add_argument("--seeds", type=int, default=4)
         parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals")
         parser.add_argument("--processes", type=int, default=2)
@@ -263,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
         bench = Bench(pool, seconds, args.state)
-        for workload in args.only.split(","):
+        for workload in args.only.split(",") if args.only else WORKLOADS if args.quick else ALL:
             found = quick(bench, workload) if args.quick else thorough(bench, workload, args.seeds)
             for rate, shares in found:
                 cells[workload, rate] = shares

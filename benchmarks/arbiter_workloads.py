@@ -1,4 +1,5 @@
-"""The ten workloads of `arbiter_sim` and `headroom`: models of the catalogue and their arrivals.
+"""The ten workloads of `arbiter_sim` and `headroom`: models of the catalogue and their arrivals;
+and three of them on other devices.
 
 Each is a function of rate, seconds and seed. Traces are used where they are at hand
 (`../shared/traces`), generators of like arrivals in their place elsewhere.
@@ -14,9 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.run_options import workload_of
+from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
+from ballast.sim.cluster import parse_kinds
 from ballast.sim.model_catalogue import catalogue
+from ballast.sim.topology import APART, ClusterLinks, PeerLinks
 from ballast.workload.generators import assemble, independent, poisson, power_law
 from ballast.workload.lengths import LogNormal
 from ballast.workload.traces import load_trace
@@ -44,6 +48,9 @@ class ArbiterWorkload:
     """Names in the catalogue; one that recurs is another model of the same size."""
     arrivals: Arrivals
     devices: str = "1xH100-80G"
+    links: ClusterLinks = APART
+    scale: float = 1.0
+    """Factor of the rates at which it is run, for more devices."""
 
     @property
     def names(self) -> list[str]:
@@ -270,3 +277,29 @@ WORKLOADS = {
     "alternation": ArbiterWorkload(_EIGHT, alternation),
 }
 """By name, in the order of the issue."""
+
+_NVLINK = ClusterLinks(per_host=4, peers=PeerLinks.NVLINK, port=LinkRates.even(200e9, 400e9))
+"""As SwiftCache's H20s (`swift_sim`)."""
+OTHER_DEVICES = {
+    "GH200": (1, "GH200-96G", APART),
+    "4xH20": (4, "H20-96G", _NVLINK),
+    "8xA100": (8, "A100-80G", ClusterLinks(per_host=8)),
+}
+"""By name: how many devices, of which kind, and how they are joined."""
+
+
+def _elsewhere(name: str, place: str) -> ArbiterWorkload:
+    """Return a workload on other devices, at as many requests for each."""
+    of = WORKLOADS[name]
+    n, device, links = OTHER_DEVICES[place]
+    before = sum(kind.number for kind in parse_kinds(of.devices))
+    return replace(of, devices=f"{n}x{device}", links=links, scale=n / before)
+
+
+ELSEWHERE = {
+    f"{name}@{place}": _elsewhere(name, place)
+    for name in ("arena", "bursty", "long_tail")
+    for place in OTHER_DEVICES
+}
+"""Three of the workloads on other devices."""
+ALL = WORKLOADS | ELSEWHERE

@@ -30,6 +30,7 @@ from ballast.core.job import chunk_pairs
 from ballast.core.settings import Slo
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.cluster import Kind, parse_kinds
+from ballast.sim.cluster_files import ClusterFiles
 from ballast.workload.workload import Workload
 from benchmarks.arbiter_workloads import SLO, WORKLOADS, ArbiterWorkload
 from benchmarks.clairvoyant import Future, orders
@@ -59,7 +60,16 @@ def attained(
     if ample:
         kinds = [_with_memory(kind) for kind in kinds]
     slos = dict.fromkeys(of.names, SLO)
-    ran = run_cluster(preset, kinds, of.specs(), work, slos, estimates=estimates, open_ended=True)
+    ran = run_cluster(
+        preset,
+        kinds,
+        of.specs(),
+        work,
+        slos,
+        files=ClusterFiles(joints=of.links),
+        estimates=estimates,
+        open_ended=True,
+    )
     return float(ran.report.total.attained) / len(work.requests)
 
 

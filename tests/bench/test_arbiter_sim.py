@@ -9,7 +9,7 @@ import pytest
 
 import ballast.policy
 from benchmarks import arbiter_sim
-from benchmarks.arbiter_workloads import WORKLOADS
+from benchmarks.arbiter_workloads import ALL, ELSEWHERE, WORKLOADS
 
 
 def shares(ours: float, **others: float) -> dict[str, list[float]]:
@@ -77,9 +77,26 @@ def test_paired_differences_have_an_interval() -> None:
     assert arbiter_sim.interval([0.9], [0.8]) is None
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ALL)
 def test_workloads_are_drawn_by_seed(name: str) -> None:
-    of = WORKLOADS[name]
+    of = ALL[name]
     one, again, other = (of.make(4.0, 10.0, seed) for seed in (1, 1, 2))
     assert one.requests == again.requests != other.requests
     assert {r.model for r in one.requests} <= set(of.names)
+
+
+def test_three_workloads_run_on_other_devices_too_at_as_many_requests_a_device() -> None:
+    assert len(ELSEWHERE) == 9
+    asked: list[float] = []
+
+    class Measured:
+        def run(self, wanted: list[tuple[str, float, str, int]]) -> list[float]:
+            asked.extend(rate for _, rate, _, _ in wanted)
+            return [1.0 for _ in wanted]
+
+    bench = cast(arbiter_sim.Bench, Measured())
+    assert arbiter_sim.knee(bench, "arena@8xA100", rates=(1.0, 2.0, 4.0)) == 32.0
+    assert set(asked) == {16.0, 32.0}
+    assert ELSEWHERE["long_tail@4xH20"].scale == 2.0, "it has two devices already"
+    for name, of in ELSEWHERE.items():
+        assert of.models == WORKLOADS[name.partition("@")[0]].models
