@@ -32,14 +32,13 @@ from typing import Any
 from rich.table import Table
 
 from ballast.bench.demo_terms import bursts, levels, seconds_alone
-from ballast.bench.report import Report
+from ballast.bench.report import Report, RequestStats
 from ballast.bench.servers import run_servers
 from ballast.core.settings import FleetSettings
 from ballast.workload.workload import Workload
 from benchmarks.arbiter_workloads import alternation
 from benchmarks.common import finish, interleave, options
 from benchmarks.contenders import defaults
-from benchmarks.prism_live import BUDGET, attained
 from benchmarks.setting import (
     MOST_OUTPUT,
     MOST_PROMPT,
@@ -52,6 +51,8 @@ from benchmarks.setting import (
     trace_option,
 )
 
+BUDGET = 0.5
+"""Of all weights and of KV for eight of the longest requests of each model."""
 OURS, RIVALS = "ballast", ("prism", "balloon")
 """The rivals are the two best others of `arbiter_sim`."""
 COMPARED = defaults(OURS, *RIVALS)
@@ -59,6 +60,11 @@ LOAD = 0.5
 TRACE_RATE = 2.4
 """Requests per second of the Arena's trace; of a sample of the others, for their mean length."""
 SEED = 0
+
+
+def attained(report: Report) -> float:
+    """The share of requests in time; those that failed are not."""
+    return RequestStats.of(report.records, report.slos).attainment
 
 
 def workloads(setting: Setting, trace: Path, seconds: float) -> dict[str, Workload]:

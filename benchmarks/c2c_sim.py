@@ -39,8 +39,7 @@ from benchmarks.c2c_passes import (
     rows_of,
     share_of_prompts,
 )
-from benchmarks.common import finish, options
-from benchmarks.doc_tables import markdown
+from benchmarks.common import finish, markdown, options
 
 DENSE = ("Llama-3.2-3b", "Llama-3-8b", "Llama-3-70b")
 MOE = ("Mixtral-8x7B", "Qwen3-30B-A3B")

@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,12 @@ def result_table(name: str, result: Mapping[str, Any]) -> Table:
     for key, value in flatten(result).items():
         table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
     return table
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of the documentation; cells are text."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -76,32 +76,14 @@ def defaults(*presets: str) -> Comparison:
 
 TURNS_AND_DEADLINES = ("round-robin", "deadline")
 """Orders of compute of models that do not run beside each other."""
-BASELINES = {
-    "recompute": Contender("recompute"),
-    "kvswap": Contender("kvswap"),
-}
-"""What layers that lend their memory are compared with."""
-MIRAGE = {**BASELINES, "mirage": Contender("mirage")}
-ABLATIONS = {
-    "lru": {"lru": 1},
-    "beta1": {"beta": 1},
-    "beta2": {"beta": 2},
-    "uncapped": {"cap": 0},
-    "kept": {"reversion": 0},
-    "kept_uncapped": {"reversion": 0, "cap": 0},
-    "one_by_one": {"lookahead": 1},
-}
-"""Options that `mirage` is run with beside its own."""
-_ROWS = {
-    **MIRAGE,
-    **{row: Contender("mirage", own, ablates="mirage") for row, own in ABLATIONS.items()},
-}
+LAYERS = {row: Contender(row) for row in ("recompute", "kvswap", "mirage")}
+"""Layers that lend their memory, and what they are compared with."""
 _FIRST_COME = {"late_last": 0.0, "fair_shares": 0.0}
 """Requests are admitted as they come, whoever's memory it is: as in the systems compared."""
 SHARINGS = {
-    "pool": Comparison({"pooled": 1, **_FIRST_COME}, _ROWS),
-    "shares": Comparison({"pooled": 0, **_FIRST_COME}, _ROWS),
-    "paper": Comparison({"pooled": 0, "separate": 1, **_FIRST_COME}, _ROWS),
+    "pool": Comparison({"pooled": 1, **_FIRST_COME}, LAYERS),
+    "shares": Comparison({"pooled": 0, **_FIRST_COME}, LAYERS),
+    "paper": Comparison({"pooled": 0, "separate": 1, **_FIRST_COME}, LAYERS),
 }
 """By where KV comes from: one pool for all models, or a fixed share of each; `paper`: the latter,
 and decodes wait for whole prompts, as in vLLM 0.7.3, with which MIRAGE was built and compared."""

@@ -29,6 +29,7 @@ from ballast.bench.report import LatencyStats, Report
 from ballast.bench.run import specs_of
 from ballast.bench.servers import run_servers
 from ballast.core.settings import FleetSettings, LinkSettings, Slo
+from ballast.engine.story_file import StoryFile
 from ballast.policy.presets import resolve
 from ballast.sim.calibrate import calibrate
 from ballast.sim.cluster import Kind
@@ -37,10 +38,9 @@ from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.profile import device_profile, profile_of
 from ballast.sim.toml_file import as_toml
 from ballast.workload.workload import Workload
-from benchmarks.common import write_json
+from benchmarks.common import NOT_STATED, verdict, write_json
 from benchmarks.contenders import Comparison
 from benchmarks.live_placement import placed_live
-from benchmarks.seam import write_story
 from benchmarks.setting import Setting, arrivals, fleet_in, halves
 from benchmarks.worker_profile import calibrate_in_worker
 
@@ -104,6 +104,32 @@ def figures(report: Report) -> dict[str, float]:
 def attainment(ran: DeviceRun) -> float:
     """Of answered requests."""
     return ran.report.total.attained / ran.report.total.answered
+
+
+def write_story(directory: Path, name: str, ran: DeviceRun) -> None:
+    """Write what a device did to a file of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.jsonl"
+    path.unlink(missing_ok=True)
+    file = StoryFile(path, "cpu:0")
+    file.write(ran.story)
+    file.close()
+
+
+def capacity_errors(
+    live: Mapping[str, float], virtual: Mapping[str, float], goal: float
+) -> Document:
+    """How far each highest rate in virtual time is from the live one, and whether the largest error
+    meets the goal; a search that found no rate leaves nothing to compare."""
+    errors = {name: virtual[name] / rate - 1 for name, rate in live.items() if rate}
+    complete = bool(live) and len(errors) == len(live)
+    largest = max(map(abs, errors.values())) if errors else None
+    return {
+        "capacity_error": errors,
+        "capacity_error_max": largest,
+        "capacity_error_goal": goal,
+        "capacity": verdict(largest, at_most=goal) if complete else NOT_STATED,
+    }
 
 
 def summary(ran: DeviceRun) -> Document:

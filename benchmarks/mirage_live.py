@@ -2,18 +2,13 @@
 
 Two random Llamas in bfloat16 in a memory of which KV gets a tenth, and bursts of requests that need
 more (open loop, equal seeds). A link's pace is given as a ratio: a layer's copy over its part of a
-decode step, of OPT-13b on GH200 and on an H100 with PCIe 5, as the paper would have it; then from a
-quarter of GH200's to four times it. Presets run in turns, in one process; ratios are round by round
+decode step, of OPT-13b on GH200 and on an H100 with PCIe 5, as the paper would have it. Presets
+run in turns, in one process; ratios are round by round
 (medians, quartiles). `spatial`: jobs of both models in turn; `temporal`: models have turns.
 
 - Presets that are compared have equal options (`contenders`): KV of both models in one pool, or in
   `shares`. `pool` is `recompute` with the one over `recompute` with the other.
 - `overlap`: 1 - time that jobs waited for layers / time of copying them; of `mirage` at GH200's.
-- `lru`, `beta1`, `uncapped`, `kept` are `mirage` with a part of it off, over `mirage`.
-- `beside_copies`, `copying`: a copy takes a core here. One thread computes, so that it has the
-  other, but both use the same memory: by how much a decode step is longer while such copies go on
-  elsewhere. How `mirage` would do without that cannot be measured here. Where `copying` times
-  the link's speed-up nears 1, in the sweep's fast links, it is the core that limits copies.
 - P99 of TTFT is nearly the longest of a round's requests. `tbt` are all gaps between tokens.
 """
 
@@ -51,8 +46,6 @@ class Variant:
     row: str
     sharing: str = "pool"
     link: str = "GH200"
-    slower: float = 1.0
-    """So many times the ratio."""
 
     @property
     def comparison(self) -> Comparison:
@@ -65,24 +58,16 @@ MAIN = {
     **{f"{row}, shares": Variant(row, "shares") for row in PRESETS},
     "PCIe 5": Variant("mirage", link="PCIe 5"),
 }
-MANNERS: dict[str, dict[str, Variant]] = {
-    "spatial": {**MAIN, **{row: Variant(row) for row in ("beta1", "uncapped", "kept")}},
-    "temporal": {**MAIN, "lru": Variant("lru")},
-}
-"""How models share the device, and what is run then."""
-SWEEP = {
-    "recompute": Variant("recompute"),
-    **{f"x{slower:g}": Variant("mirage", slower=slower) for slower in (0.25, 0.5, 1, 2, 4)},
-}
+MANNERS = {"spatial": False, "temporal": True}
+"""How models share the device: jobs of all in turn, or turns of their own."""
 
 
 def base_of(name: str, variants: Mapping[str, Variant]) -> str | None:
-    """The variant that one is compared with: an ablation's own, else `recompute` on its terms."""
+    """The variant that one is compared with: `recompute` on its terms."""
     variant = variants[name]
-    row = variant.comparison.rows[variant.row].ablates or "recompute"
-    if row == variant.row:
+    if variant.row == "recompute":
         return POOL_OVER if variant.sharing == "pool" and POOL_OVER in variants else None
-    wanted = Variant(row, variant.sharing)
+    wanted = Variant("recompute", variant.sharing)
     return next((other for other, v in variants.items() if v == wanted), None)
 
 
@@ -99,11 +84,10 @@ class Length:
     """Of a round's arrivals."""
     variants: tuple[str, ...] | None = None
     """Those that run; None: all."""
-    sweep: bool = True
 
 
 FULL = Length(3, 4.0)
-QUICK = Length(1, 3.0, ("recompute", "mirage", "kvswap"), sweep=False)
+QUICK = Length(1, 3.0, ("recompute", "mirage", "kvswap"))
 
 
 def run(
@@ -124,7 +108,7 @@ def run(
         for name, variant in variants.items():
             comparison = variant.comparison.on(temporal=float(temporal))
             preset, chosen = comparison.rows[variant.row].preset, comparison.options(variant.row)
-            ratio = variant.slower * ratio_of(LINKS[variant.link])
+            ratio = ratio_of(LINKS[variant.link])
             try:
                 served = Served(setting.under(preset, chosen, ratio))
             except ConfigError as refused:
@@ -243,21 +227,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         setting = prepare(Path(scratch))
         Console().print(", ".join(f"{key} {value:.4g}" for key, value in setting.to_json().items()))
-        for manner, all_variants in MANNERS.items():
-            chosen = {
-                name: variant
-                for name, variant in all_variants.items()
-                if length.variants is None or name in length.variants
-            }
-            temporal = manner == "temporal"
+        chosen = {
+            name: variant
+            for name, variant in MAIN.items()
+            if length.variants is None or name in length.variants
+        }
+        for manner, temporal in MANNERS.items():
             manners[manner] = run(setting, chosen, temporal, rounds, length.seconds)
             add_rows(table, manner, chosen, manners[manner])
             result[manner] = summary(chosen, manners[manner])
         result = {**headlines(manners), "setting": setting.to_json(), **result}
-        if length.sweep:
-            swept = run(setting, SWEEP, False, 1, length.seconds)
-            add_rows(table, "link", SWEEP, swept)
-            result["link"] = summary(SWEEP, swept)
     finish(args, "mirage_live", result, table)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.inprocess import InProcess
-from ballast.core.event import TransferDoneEvent
 from ballast.core.job import JobLoad
-from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings
 from ballast.core.units import KiB, MiB
-from ballast.live.inbox import MonotonicClock
-from ballast.memory.copies import Copy, copy_checked
-from ballast.memory.transfer import HostLink
 from ballast.sim.profile import device_profile
-from ballast.weights.host import HostModel
 from ballast.workload.generators import assemble
 from ballast.workload.lengths import LogNormal
 from ballast.workload.workload import Workload
@@ -65,10 +57,6 @@ class Setting:
     """Seconds of a decode step of as many sequences as fill that share."""
     rate: float
     """Requests per second that the device could serve, were there memory for `BATCH` sequences."""
-    beside_copies: float
-    """By how many times that step is longer while such a link, as fast as GH200's, never rests."""
-    copying: float
-    """Of that link's time, the part in which a core copies; it sleeps for the rest."""
 
     @property
     def layer_bytes(self) -> int:
@@ -89,8 +77,6 @@ class Setting:
             "weight_bytes": len(NAMES) * self.spec.weight_bytes,
             "kv_tokens": self.kv_tokens,
             "requests_per_second": self.rate,
-            "beside_copies": self.beside_copies,
-            "copying": self.copying,
         }
         for name, kind in LINKS.items():
             result[f"ratio {name}"] = ratio_of(kind)
@@ -141,7 +127,6 @@ def prepare(scratch: Path) -> Setting:
         prefix_cache=False,
     )
     roomy = FleetSettings(models=models, device=device, preset="recompute")
-    ratio = ratio_of(LINKS["GH200"])
     with InProcess(roomy) as server:
         server.device.populate()
         state = server.device.state
@@ -153,61 +138,17 @@ def prepare(scratch: Path) -> Setting:
         n = filling(kv_tokens, PROMPT.mean, OUTPUT.mean)
         batches(server, 1, 8)
         step, _ = batches(server, n, 48)
-        pace = paced(spec.segment_bytes[1], step / spec.n_layers, ratio)
-        with Copying(server.device.models.by_name[NAMES[1]], pace) as copies:
-            beside, _ = batches(server, n, 48)
         again, _ = batches(server, n, 48)
         least, prefill = batches(server, BATCH, 32)
     fleet = replace(roomy, device=replace(device, budget_bytes=budget))
     request = prefill / BATCH + OUTPUT.mean * least / BATCH
     step = (step + again) / 2
-    return Setting(fleet, spec, kv_tokens, step, 1 / request, beside / step, copies.busy)
+    return Setting(fleet, spec, kv_tokens, step, 1 / request)
 
 
 def paced(layer_bytes: int, layer_seconds: float, ratio: float) -> float:
     """Bytes per second at which a layer is copied in `ratio` times its work."""
     return layer_bytes / (ratio * layer_seconds)
-
-
-class Copying:
-    """While it is a context, a paced link copies layers of a model to nowhere, without a rest."""
-
-    def __init__(self, host: HostModel, bytes_per_second: float) -> None:
-        sizes = host.spec.segment_bytes[1:-1]
-        self._sources = list(zip(host.addresses[1:-1], sizes, strict=True))
-        self._room = mmap.mmap(-1, max(sizes))
-        room = np.frombuffer(self._room, np.uint8)
-        room[:] = 0
-        self._at = room.ctypes.data
-        seconds = []
-        for copy in map(self._copy, range(len(sizes))):
-            began = time.perf_counter()
-            copy_checked(copy)
-            seconds.append((time.perf_counter() - began) / copy.n_bytes)
-        self.busy = float(np.median(seconds)) * bytes_per_second
-        """Of its time, the part in which it copies."""
-        pace = LinkRates.even(bytes_per_second)
-        self._link = HostLink(MonotonicClock(), lambda done: None, pace)
-        self._over = False
-
-    def __enter__(self) -> Copying:
-        self._start(0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over = True
-        self._link.close()
-
-    def _copy(self, i: int) -> Copy:
-        source, n_bytes = self._sources[i % len(self._sources)]
-        return Copy(self._at, source, n_bytes, touched=True)
-
-    def _start(self, i: int) -> None:
-        def following(done: TransferDoneEvent) -> None:
-            if not self._over:
-                self._start(i + 1)
-
-        self._link.start(i, [self._copy(i)], on_done=following)
 
 
 def batches(server: InProcess, n: int, new_tokens: int) -> tuple[float, float]:

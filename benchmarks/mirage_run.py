@@ -20,6 +20,8 @@ from ballast.weights.weight_stream import Loads
 from ballast.workload.workload import Workload
 from benchmarks.mirage_setting import SERVED, Device, Setting, page_by_default, specs_of
 
+SEQUENCES = 256
+"""Most that a model runs together, as in vLLM 0.7.3."""
 BEFORE = 10.0
 """Seconds before the first arrival, in which weights come over a link however slow."""
 
@@ -74,8 +76,8 @@ class Measured:
             ),
         )
 
-    def summary(self, since: float = 0.0) -> dict[str, float]:
-        """Seconds, tokens per second, bytes per second; latencies count from `since` on.
+    def summary(self) -> dict[str, float]:
+        """Seconds, tokens per second, bytes per second.
 
         `tbt`: gaps between any two tokens of a request; `tpot`: a request's mean gap; `throughput`:
         output tokens until the last answer; `frame_throughput`: while requests come, until the last
@@ -87,14 +89,10 @@ class Measured:
         every = np.concatenate(self.times)
         end = float(every.max())
         seconds = end - first
-        late = [
-            (arrived, at[at >= since])
-            for arrived, at in zip(self.arrived, self.times, strict=True)
-            if at[0] >= since
-        ]
-        tbt = np.concatenate([np.diff(at[at >= since]) for at in self.times])
-        tpot = [(at[-1] - at[0]) / (len(at) - 1) for _, at in late if len(at) > 1]
-        latencies = {"ttft": [at[0] - arrived for arrived, at in late], "tbt": tbt, "tpot": tpot}
+        ttft = [at[0] - arrived for arrived, at in zip(self.arrived, self.times, strict=True)]
+        tbt = np.concatenate([np.diff(at) for at in self.times])
+        tpot = [(at[-1] - at[0]) / (len(at) - 1) for at in self.times if len(at) > 1]
+        latencies = {"ttft": ttft, "tbt": tbt, "tpot": tpot}
         percentiles = {
             f"p{p}_{metric}": float(np.percentile(np.array(values), p))
             for metric, values in latencies.items()
@@ -165,7 +163,7 @@ def run(
             [r for r in arrivals if r.model == name],
             preset,
             options,
-            device.sliced(part, whole_link=setting.whole_link),
+            device.sliced(part),
             enough,
         )
         for name, part in setting.fractions.items()
@@ -180,16 +178,15 @@ def _run(
     device: Device,
     enough: float,
 ) -> Measured:
-    lanes, most = setting.lanes, setting.sequences
-    settings = replace(SERVED, lanes=lanes, step_logits=most, step_tokens=setting.step_tokens)
+    settings = replace(SERVED, step_logits=SEQUENCES)
     fitting = None
     if setting.page is not None:
         settings = replace(settings, page_bytes=setting.page * MiB)
     else:
         fitting = page_by_default(setting.fractions, device.memory)
         settings = replace(settings, page_bytes=fitting)
-    specs = specs_of(setting.fractions, device.memory, most, fitting)
-    activations = lanes * max(
+    specs = specs_of(setting.fractions, device.memory, SEQUENCES, fitting)
+    activations = max(
         activation_bytes(s, settings.step_tokens, settings.step_logits) for s in specs
     )
     # A fraction holds weights and KV; activations lie in what no fraction takes.

@@ -15,7 +15,7 @@ from ballast.core.settings import DeviceSettings
 from ballast.core.units import MiB
 from ballast.kv.layout import fitted
 from ballast.sim.model_catalogue import facts
-from ballast.sim.profile import DeviceProfile, device_profile
+from ballast.sim.profile import DeviceProfile
 from ballast.sim.roofline import Sizes, roofline
 from ballast.weights.page_size import gpu_page
 from ballast.workload.generators import spread_models
@@ -75,20 +75,16 @@ class Device:
     link: LinkRates | None = None
     """In place of the profile's."""
 
-    def sliced(self, part: float, *, whole_link: bool = False) -> Device:
-        """An instance of it alone: so much of its memory, compute, bandwidth and link.
-
-        `whole_link`: each has the link to itself, as where the others leave it idle. Hardware
-        divides no link; instances share it as they come.
-        """
+    def sliced(self, part: float) -> Device:
+        """An instance of it alone: so much of its memory, compute, bandwidth and link. Hardware
+        divides no link; instances share it as they come."""
         hardware, link = self.profile.hardware, self.rates
-        of_link = 1.0 if whole_link else part
         assert hardware is not None
         less = {"memory_bandwidth", "flops"}
         own = hardware.model_copy(update={k: part * getattr(hardware, k) for k in less})
         rates = LinkRates(
-            *(of_link * r for r in (link.to_device, link.to_host)),
-            *(of_link * r for r in (link.to_device_mixed, link.to_host_mixed)),
+            *(part * r for r in (link.to_device, link.to_host)),
+            *(part * r for r in (link.to_device_mixed, link.to_host_mixed)),
         )
         profile = self.profile.model_copy(update={"hardware": own})
         return Device(profile, int(part * self.memory), rates)
@@ -105,14 +101,6 @@ class Device:
         return roofline(Sizes.of_facts(facts(model)), hardware, derate)
 
 
-def link_of(bytes_per_second: float) -> LinkRates:
-    """A link as much slower or faster than GH200's as its nominal rate is below or above 450e9."""
-    like, by = device_profile("GH200-96G", ENGINE).link.rates, bytes_per_second / 450e9
-    return LinkRates(
-        by * like.to_device, by * like.to_host, by * like.to_device_mixed, by * like.to_host_mixed
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Who is asked what, and where."""
@@ -123,12 +111,6 @@ class Setting:
     """Of requests, each model's part, in any unit."""
     apart: bool = False
     """Every model has its own slice of the device (MIG); else they share it."""
-    whole_link: bool = False
-    """A slice has all of the link, not its part."""
-    step_tokens: int = STEP_TOKENS
-    lanes: int = 1
-    sequences: int = 256
-    """Most that a model runs together; 256 in vLLM 0.7.3."""
     page: int | None = None
     """MiB of a page; None: as for the models by default (`page: auto`), with blocks that fit."""
 

@@ -1,4 +1,4 @@
-"""What page operations cost, and whether the books hold: microseconds a page, OS against ledger.
+"""What page operations cost, in microseconds a page and a MiB.
 
 Costs: each operation on a device of 64 MiB, one page a call (`map_run`: all pages in one call), for
 three page sizes in turns; medians over rounds. `hand_over` moves a page with its contents from one
@@ -10,14 +10,10 @@ them is no fault. `runs`: of a pool whose free pages are neighbours; `scattered`
 are, the worst there is. In turns, with page tables `moved` and made `anew`, as Ballast did before
 and does where Linux cannot move them. `us_per_mib_2mib`, `us_per_mib_256kib`: moved, scattered
 (goals 10 and 80).
-
-Books: random operations of four models, an arena and a borrowing device on one pool of real memory,
-`validate()` after each, the operating system asked every 100.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -33,7 +29,6 @@ from ballast.memory.range import BackedRange
 from ballast.memory.tensor import array_at
 from ballast.memory.vm_memfd import MemfdVm
 from benchmarks.common import finish, interleave, options
-from benchmarks.pool_operations import ASK_EVERY, RandomRun
 
 DEVICE_BYTES = 64 * MiB
 PAGE_SIZES = (64 * KiB, 256 * KiB, 2 * MiB)
@@ -164,13 +159,8 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
 
 
 def main() -> None:
-    def extra(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--operations", type=int, default=None)
-        parser.add_argument("--seed", type=int, default=0)
-
-    args = options(__doc__, extra=extra)
+    args = options(__doc__)
     rounds = 3 if args.quick else 9
-    operations = args.operations or (10_000 if args.quick else 100_000)
 
     taken: dict[int, list[dict[str, float]]] = {size: [] for size in PAGE_SIZES}
 
@@ -188,11 +178,6 @@ def main() -> None:
     }
 
     per_mib = hand_over(rounds)
-    books = RandomRun(args.seed)
-    start = time.perf_counter()
-    books.run(operations)
-    seconds = time.perf_counter() - start
-
     result: dict[str, Any] = {
         "device_bytes": DEVICE_BYTES,
         "rounds": rounds,
@@ -200,14 +185,6 @@ def main() -> None:
         "us_per_mib": per_mib,
         "us_per_mib_2mib": per_mib[format_bytes(2 * MiB)]["scattered, moved"],
         "us_per_mib_256kib": per_mib[format_bytes(256 * KiB)]["scattered, moved"],
-        "operations": operations,
-        "violations": books.violations,
-        "os_agreement": books.disagreement,
-        "os_asked_every": ASK_EVERY,
-        "operation_counts": dict(sorted(books.counts.items())),
-        "operations_seconds": seconds,
-        "validate_us": books.validate_seconds / operations * 1e6,
-        "seed": args.seed,
     }
     table = Table("", *costs, title="page operations (us a page; GB/s)")
     for key in next(iter(costs.values())):
@@ -215,8 +192,6 @@ def main() -> None:
     for name in per_mib[format_bytes(2 * MiB)]:
         cells = (f"{per_mib[c][name]:.1f}" if c in per_mib else "" for c in costs)
         table.add_row(f"us per MiB, {name}", *cells)
-    for key in ("operations", "violations", "os_agreement", "validate_us"):
-        table.add_row(key, f"{result[key]:g}")
     finish(args, "pool", result, table)
 
 

@@ -1,4 +1,4 @@
-"""What `fleet`, `seam`, `sim_fidelity` share: models, the machine's profile, trace, levels."""
+"""What live comparisons share: models, the machine's profile, trace, service levels."""
 
 from __future__ import annotations
 

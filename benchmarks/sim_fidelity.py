@@ -52,8 +52,16 @@ from rich.table import Table
 from ballast.policy.presets import PRESETS
 from benchmarks.common import MET, NOT_STATED, finish, options, verdict
 from benchmarks.contenders import defaults
-from benchmarks.devices import capacity_errors
-from benchmarks.fidelity_runs import FIRST, MOVES, Document, Point, Runs, on, summary
+from benchmarks.fidelity_runs import (
+    FIRST,
+    MOVES,
+    Document,
+    Point,
+    Runs,
+    capacity_errors,
+    on,
+    summary,
+)
 from benchmarks.setting import trace_option
 
 SHARE = 0.8

@@ -41,7 +41,6 @@ from ballast.sim.cluster import USABLE
 from ballast.sim.model_catalogue import ModelFacts, facts
 from ballast.sim.profile import device_profile
 from benchmarks.common import finish, options
-from benchmarks.doc_tables import markdown
 from benchmarks.exactness import make_llama
 
 BLOCK = 16
@@ -222,37 +221,6 @@ def page_rest(m: ModelFacts) -> float:
     """Part of a page that blocks of 4 to 16 tokens leave, of the best size."""
     token = m.spec(max_model_len=4096).kv_bytes_per_token
     return min(PAGE % (n * token) for n in range(BLOCK // 4, BLOCK + 1) if n * token <= PAGE) / PAGE
-
-
-def tables(result: dict[str, Any]) -> dict[str, str]:
-    """The tables of the docs, by their markers."""
-    columns = ("chunk_8k", "chunk_32k", "whole", "swiftcache", "slots2")
-    rows = [
-        [
-            device,
-            name,
-            *(f"{row[c]:,}" for c in columns),
-            f"{row['swiftcache'] / row['chunk_8k']:.2f}",
-        ]
-        for device, rows in result["computed"].items()
-        for name, row in rows.items()
-    ]
-    head = ["device", "model", "8K", "32K", "none", "SwiftCache", "two slots", "over 8K"]
-    exchanged = [
-        [
-            master,
-            worker,
-            f"{u['master']} : {u['worker']}",
-            f"{u['unit_bytes'] / MiB:g}",
-            f"{u['lost_by_units'] / MiB:g}",
-            f"{u['lost_by_pages'] / MiB:g}",
-            f"{u['left_of_pages']:.1%}",
-        ]
-        for master, workers in result["units"].items()
-        for worker, u in workers.items()
-    ]
-    lost = ["master", "worker", "unit, blocks", "unit", "lost by units", "lost by pages", "rest"]
-    return {"swift_context": markdown(head, rows), "swift_units": markdown(lost, exchanged)}
 
 
 def main() -> None:

@@ -9,9 +9,27 @@ import pytest
 from ballast.bench.demo_terms import seconds_alone
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
-from ballast.core.settings import Slo
+from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings, ModelSettings, Slo
+from ballast.core.units import MiB
+from ballast.sim.profile import device_profile
+from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks import arbiter_live
-from tests.bench.test_prism_live import BUDGET, SETTING
+from benchmarks.setting import Setting
+from tests.sim.test_cluster import spec
+
+BUDGET = 64 * MiB
+SETTING = Setting(
+    roomy=FleetSettings(
+        models=tuple(ModelSettings(name=n, path=n) for n in "ab"),
+        device=DeviceSettings(budget_bytes=4 * BUDGET, threads=2),
+        link=LinkSettings(bytes_per_second=1e9),
+    ),
+    specs=[spec(n) for n in "ab"],
+    profile=device_profile("H100-80G").of([spec(n) for n in "ab"]),
+    workload=Workload.of(
+        "one", [WorkloadRequest(id=0, at=0.0, model="a", prompt_tokens=1, output_tokens=1)]
+    ),
+)
 
 
 def report(in_time: int, late: int, tpot: float) -> Report:
@@ -38,6 +56,11 @@ def report(in_time: int, late: int, tpot: float) -> Report:
 def test_rows_have_the_same_memory_threads_links_and_levels() -> None:
     fleets = {row: arbiter_live.served(SETTING, row, BUDGET) for row in arbiter_live.COMPARED.rows}
     assert {fleet.preset for fleet in fleets.values()} == set(arbiter_live.COMPARED.rows)
+    for fleet in fleets.values():
+        devices = [device for device, _ in fleet.devices.values()]
+        assert [d.budget_bytes for d in devices] == [BUDGET // 2] * 2
+        assert [d.threads for d in devices] == [1, 1]
+        assert [link.bytes_per_second for _, link in fleet.devices.values()] == [1e9, 1e9]
     first, *others = fleets.values()
     for other in others:
         assert (other.devices, other.models) == (first.devices, first.models)

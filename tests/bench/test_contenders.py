@@ -7,29 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from ballast.policy.presets import resolve
-from benchmarks import (
-    arbiter_live,
-    arbiter_sim,
-    fleet,
-    mirage_live,
-    mux_sim,
-    prism_live,
-    seam,
-    sim_fidelity,
-)
+from benchmarks import arbiter_live, arbiter_sim, fleet, mirage_live, sim_fidelity
 from benchmarks.contenders import SHARINGS, Comparison, Contender, defaults
-from benchmarks.mirage_curves import COMPARED, POOL_ROWS, SHARE_ROWS
-from benchmarks.mirage_sweeps import SWEEPS
+from benchmarks.experiments import EXPERIMENTS
+from benchmarks.mirage_cases import COMPARED
 
 TABLES = {
     "fleet": fleet.COMPARED,
-    "seam": seam.COMPARED,
     "sim_fidelity": sim_fidelity.COMPARED,
     "sim_fidelity, quick": sim_fidelity.QUICK,
     "arbiter_sim": arbiter_sim.COMPARED,
     "arbiter_live": arbiter_live.COMPARED,
-    "mux_sim": mux_sim.COMPARED,
-    "prism_live": prism_live.COMPARED,
+    **{name: experiment.rows for name, experiment in EXPERIMENTS.items()},
     "mirage, pool": SHARINGS["pool"],
     "mirage, shares": SHARINGS["shares"],
     "mirage, turns": SHARINGS["pool"].on(temporal=1, quantum=0.25, preemptive=1),
@@ -59,12 +48,12 @@ def test_presets_that_are_compared_have_equal_options(name: str) -> None:
 
 
 def test_what_is_no_ablation_is_compared_with_every_other() -> None:
-    rows = SHARINGS["pool"].rows
-    main = {row for row, contender in rows.items() if contender.ablates is None}
-    assert main == {"recompute", "kvswap", "mirage"}
-    assert set(SHARINGS["pool"].pairs()) == {
+    table = EXPERIMENTS["prism_8"].rows
+    main = {row for row, contender in table.rows.items() if contender.ablates is None}
+    assert len(main) == 6
+    assert set(table.pairs()) == {
         *((a, b) for a in main for b in main - {a}),
-        *((row, "mirage") for row in rows.keys() - main),
+        *((row, "prism") for row in table.rows.keys() - main),
     }
 
 
@@ -93,39 +82,24 @@ def test_terms_hold_for_the_presets_that_have_them() -> None:
 def test_curves_set_like_beside_like() -> None:
     """Both sides of a ratio are rows that may be compared, on the same terms and memory; the two
     that compare terms or memory are of one preset."""
-    for name, (of, over) in COMPARED.items():
-        same = {k for k in ("sharing", "memory") if of.get(k) != over.get(k)}
+    for name, ((row, *terms), (other, *other_terms)) in COMPARED.items():
         if name in ("pool", "no_shortage"):
-            assert of["row"] == over["row"]
-            assert len(same) == 1
+            assert row == other
+            assert sum(a != b for a, b in zip(terms, other_terms, strict=True)) == 1
             continue
-        assert not same
-        table = SHARINGS[str(of.get("sharing", "pool"))]
-        assert (of["row"], over["row"]) in set(table.pairs())
-    assert {*POOL_ROWS, *SHARE_ROWS} <= SHARINGS["pool"].rows.keys()
-
-
-def test_sweeps_compare_rows_that_may_be() -> None:
-    pairs = set(SHARINGS["pool"].pairs())
-    for sweep in SWEEPS.values():
-        first, *others = sweep.rows
-        for row in others:
-            assert (row["row"], first["row"]) in pairs or row["row"] == first["row"]
+        assert terms == other_terms
+        assert (row, other) in set(SHARINGS[str(terms[0])].pairs())
 
 
 def test_live_variants_are_compared_on_equal_terms() -> None:
-    for variants in (*mirage_live.MANNERS.values(), mirage_live.SWEEP):
-        bases = {name: mirage_live.base_of(name, variants) for name in variants}
-        assert bases["recompute"] == (
-            "recompute, shares" if "recompute, shares" in variants else None
-        )
-        for name, base in bases.items():
-            if base is None or name == "recompute":
-                continue
-            of, over = variants[name], variants[base]
-            assert of.sharing == over.sharing
-            assert (of.row, over.row) in set(of.comparison.pairs())
-    main = mirage_live.MANNERS["spatial"]
-    assert mirage_live.base_of("mirage, shares", main) == "recompute, shares"
-    assert mirage_live.base_of("uncapped", main) == "mirage"
-    assert {v.row for v in main.values()} >= {"kvswap"}
+    variants = mirage_live.MAIN
+    bases = {name: mirage_live.base_of(name, variants) for name in variants}
+    assert bases["recompute"] == "recompute, shares"
+    assert bases["mirage, shares"] == "recompute, shares"
+    for name, base in bases.items():
+        if base is None or name == "recompute":
+            continue
+        of, over = variants[name], variants[base]
+        assert of.sharing == over.sharing
+        assert (of.row, over.row) in set(of.comparison.pairs())
+    assert {v.row for v in variants.values()} >= {"kvswap"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common import MET, MISSED, NOT_STATED, verdict
-from benchmarks.devices import capacity_errors
+from benchmarks.fidelity_runs import capacity_errors
 from benchmarks.sim_fidelity import Cell, Point, same_order, summary_of, table_of
 
 NOISY = 1.0, 3.0, 5.0
@@ -68,9 +68,10 @@ def test_an_order_of_no_pair_is_not_stated() -> None:
 
 def test_capacity_in_virtual_time_is_held_against_the_live_one() -> None:
     """As seen: 2.26 live, 4.27 in virtual time."""
-    found = capacity_errors({"weights": 2.26, "one": 1.0}, {"weights": 4.27, "one": 1.05})
+    found = capacity_errors({"weights": 2.26, "one": 1.0}, {"weights": 4.27, "one": 1.05}, 0.1)
     assert found["capacity_error_max"] == pytest.approx(4.27 / 2.26 - 1)
     assert found["capacity"] == MISSED
-    assert capacity_errors({"one": 1.0}, {"one": 1.05})["capacity"] == MET
+    assert capacity_errors({"one": 1.0}, {"one": 1.05}, 0.1)["capacity"] == MET
     for live in ({}, {"one": 0.0}, {"one": 1.0, "weights": 0.0}):
-        assert capacity_errors(live, {"one": 1.0, "weights": 1.0})["capacity"] == NOT_STATED
+        found = capacity_errors(live, {"one": 1.0, "weights": 1.0}, 0.1)
+        assert found["capacity"] == NOT_STATED

@@ -14,20 +14,9 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.model_catalogue import facts
 from ballast.weights.weight_stream import Loads
-from benchmarks.doc_tables import DOCS, renewed
-from benchmarks.mirage_live import (
-    MANNERS,
-    SWEEP,
-    Variant,
-    base_of,
-    headlines,
-    over,
-    overlap,
-    summary,
-)
+from benchmarks.mirage_live import MAIN, Variant, base_of, headlines, over, overlap, summary
 from benchmarks.mirage_live_run import Seen, measured
 from benchmarks.mirage_live_setting import LINKS, NAMES, Setting, bursts, filling, ratio_of
-from benchmarks.mirage_tables import live
 
 SPEC = facts("OPT-13b").spec(max_model_len=2048)
 SETTING = Setting(
@@ -36,8 +25,6 @@ SETTING = Setting(
     kv_tokens=1000,
     step=0.04,
     rate=2.0,
-    beside_copies=1.0,
-    copying=0.1,
 )
 
 
@@ -88,8 +75,7 @@ def test_as_many_sequences_as_fill_the_kv() -> None:
 
 
 def test_every_variant_is_a_preset_with_its_options() -> None:
-    found = [v for variants in (*MANNERS.values(), SWEEP) for v in variants.values()]
-    for variant in found:
+    for variant in MAIN.values():
         comparison = variant.comparison.on(temporal=1.0)
         preset = comparison.rows[variant.row].preset
         assert preset in PRESETS
@@ -136,22 +122,20 @@ def test_each_variant_is_compared_on_its_own_terms() -> None:
     variants = {
         "recompute": Variant("recompute"),
         "mirage": Variant("mirage"),
-        "uncapped": Variant("uncapped"),
         "recompute, shares": Variant("recompute", "shares"),
         "mirage, shares": Variant("mirage", "shares"),
     }
-    seconds = {"recompute": 1.0, "mirage": 0.5, "uncapped": 1.0, "recompute, shares": 4.0}
+    seconds = {"recompute": 1.0, "mirage": 0.5, "recompute, shares": 4.0}
     rounds = {name: [run(seconds.get(name, 1.0))] for name in variants}
     result = summary(variants, rounds)
     assert result["compared_with"] == {
         "recompute": "recompute, shares",
         "mirage": "recompute",
-        "uncapped": "mirage",
         "recompute, shares": None,
         "mirage, shares": "recompute, shares",
     }
     medians = {name: of["p99_ttft"]["median"] for name, of in result["over"].items()}
-    assert medians == {"recompute": 0.25, "mirage": 0.5, "uncapped": 2.0, "mirage, shares": 0.25}
+    assert medians == {"recompute": 0.25, "mirage": 0.5, "mirage, shares": 0.25}
     # A variant that a device refused leaves nothing to compare with.
     assert base_of("mirage", {"mirage": Variant("mirage")}) is None
 
@@ -165,15 +149,3 @@ def test_what_is_not_there_is_null_and_nothing_copied_hides_nothing() -> None:
     assert overlap([run(1.0)]) is None
     with_swapping = headlines({"spatial": {**seen, "kvswap": [run(2.0)]}})
     assert with_swapping["p99_ttft_over_kvswap"] == 0.25
-
-
-def test_the_live_table_has_its_place_in_the_page() -> None:
-    seen = {"recompute": [run(1.0)], "mirage": [run(0.5, copying=4.0, stalled=1.0)]}
-    result = summary({name: Variant(name) for name in seen}, seen)
-    made = live({"spatial": result, "temporal": result})
-    assert (
-        "| side by side: `mirage` | `recompute` | 2.00 | 0.50 | 0.50 | 0 | 0.0 | 0.75 |"
-        in (made["mirage_live"])
-    )
-    page = (DOCS / "mirage-live.md").read_text(encoding="utf-8")
-    assert made["mirage_live"] in renewed(page, made)

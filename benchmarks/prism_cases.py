@@ -1,13 +1,12 @@
-"""What `prism_sim` and `prism_roles` share: Prism's models, devices, requests, levels and rows.
+"""Prism's evaluation as experiments in virtual time: sections 7.2 and 7.4, bursty groups on H100s.
 
-Bursty groups of requests with the statistics that appendix A.1 states, as the paper's traces are
-not public. The paper multiplies the requests of its traces by a factor that it does not state for
-every figure; here `clumps` is that factor, on the requests of a clump.
+Requests have the statistics that appendix A.1 states, as the paper's traces are not public. The
+paper multiplies the requests of its traces by a factor that it does not state for every figure;
+here `clumps` is that factor, on the requests of a clump.
 
 Service levels are the P95 of each model alone on devices of its own, TTFT times 5 and TPOT times 2
-(section 7.4), all times `scale`. Of section 7.1 it is known that these P95 lie from 0.04 to 0.13 s
-and from 5.2 to 50.9 ms. Simulated engines without a front end are faster (1B: 6 ms), so the least
-that the paper states is the least here too (`floor`), unless a setting says otherwise.
+(section 7.4), and no shorter than the least P95 that section 7.1 states: simulated engines without
+a front end are faster.
 
 All rows have the same devices, one lane each, equal requests and equal options, and begin with the
 same placement, by weights alone: nobody knows what will be asked. The rows in `MOVING` alone move
@@ -17,39 +16,36 @@ models. Before all that counts every model is asked once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from ballast.bench.cluster_run import ClusterRun, run_cluster
+from ballast.bench.cluster_run import run_cluster
 from ballast.bench.record import RequestRecord
-from ballast.bench.report import Report, RequestStats
+from ballast.bench.report import Report
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.policy.fleet.migrate import LeastPressure
 from ballast.policy.presets import Preset, resolve
 from ballast.sim.cluster import parse_kinds
-from ballast.sim.cluster_files import NO_FILES, ClusterFiles, GivenHomes
+from ballast.sim.cluster_files import ClusterFiles, GivenHomes
 from ballast.sim.model_catalogue import facts
 from ballast.workload.bursty import BurstyGroups, bursty_groups
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.contenders import Comparison, Contender
+from benchmarks.experiment import TARGET, Experiment, Outcome, outcome_of
 
 DEVICE = "H100-80G"
 TTFT_SCALE, TPOT_SCALE = 5.0, 2.0
 LEAST_TTFT, LEAST_TPOT = 0.04, 0.0052
 """Seconds: the shortest P95 of a model alone that section 7.1 states."""
-TARGET = 0.99
 IDLE = 45.0
 """Seconds without a request after which the paper evicts a model (appendix A.4)."""
 WARM_UP, WARMING = 60.0, 0.5
 """Seconds before the requests that count, and between two that bring one model each."""
 RUNNING = 256
 """Requests of a model that run at once at most: memory, not their number, is what is short."""
-APART = 0.01
-"""Seconds between two of them to one model."""
 ARENA_PROMPT, ARENA_OUTPUT = 143, 239
 """Tokens of each, the Arena's means: policies learn lengths from requests that have ended."""
 CLUMP = 3.0
@@ -115,7 +111,9 @@ COMPARED = Comparison(
         "prism, by weights": Contender("prism", ablates="prism"),
     },
 )
-PRESETS = tuple(row for row, contender in COMPARED.rows.items() if contender.ablates is None)
+SEARCHED = Comparison(
+    {}, {r: COMPARED.rows[r] for r in ("static", "muxserve", "swap", "balloon", "prism")}
+)
 MOVING = ("prism", "prism, 45 s")
 """Rows whose models migrate."""
 
@@ -137,12 +135,6 @@ class Setting:
     """Tokens of a model; prompt and output take half of it each at most."""
     scale: float = 1.0
     """On all service levels."""
-    warming: int = 1
-    """Requests that each model is asked before what counts."""
-    every: float | None = None
-    """Seconds between two looks of the controller that moves models; None: the default."""
-    floor: bool = True
-    """Whether levels are no shorter than the paper's."""
 
     @property
     def specs(self) -> list[ModelSpec]:
@@ -170,17 +162,15 @@ class Setting:
             )
             for r in work.requests
         ]
-        each = self.warming
         warming = [
             WorkloadRequest(
-                id=len(most) + i * each + k,
-                at=i * WARMING + k * APART,
+                id=len(most) + i,
+                at=i * WARMING,
                 model=n,
                 prompt_tokens=ARENA_PROMPT,
                 output_tokens=ARENA_OUTPUT,
             )
             for i, n in enumerate(names)
-            for k in range(each)
         ]
         return Workload.of(work.name, [*warming, *most], work.source, work.labels)
 
@@ -212,7 +202,7 @@ def levels(setting: Setting, seed: int) -> dict[str, Slo]:
     def p95(name: str, what: str, least: float) -> float:
         own = [v for r in records if r.model == name and (v := getattr(r, what)) is not None]
         every = [v for r in records if (v := getattr(r, what)) is not None]
-        return max(float(np.percentile(own or every, 95)), least if setting.floor else 0.0)
+        return max(float(np.percentile(own or every, 95)), least)
 
     return {
         s.name: Slo(
@@ -221,31 +211,6 @@ def levels(setting: Setting, seed: int) -> dict[str, Slo]:
         )
         for s in specs
     }
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run; shares of the requests that count."""
-
-    ttft: float
-    """With their first token in time."""
-    tpot: float
-    worst: float
-    """Attainment of the model served worst."""
-    mean_ttft: float | None
-    """Seconds, of answered requests; None: none was."""
-    requests: int
-    activations: int
-    preemptions: int
-    moves: int
-    complete: bool = True
-    """Whether it ran to its end; else `ttft` is an upper bound below the target, and nothing else
-    is known."""
-
-    @property
-    def both(self) -> float:
-        """The lower of both attainments."""
-        return min(self.ttft, self.tpot)
 
 
 class _Hopeless(Exception):
@@ -258,22 +223,14 @@ def preset_of(row: str) -> Preset:
     return resolve(COMPARED.rows[row].preset, COMPARED.options(row), placement=placement)
 
 
-def measure(
-    setting: Setting,
-    row: str,
-    devices: str,
-    seed: int,
-    *,
-    ttl: float | None = None,
-    files: ClusterFiles = NO_FILES,
-    cut: bool = False,
-) -> Result:
-    """Run one row. `devices`: as `parse_kinds` reads them; `ttl`: seconds after which idle models
-    are evicted (None: as the row says); `cut`: stop as soon as the target cannot be met."""
-    slos = levels(replace(setting, every=None), seed)
-    if row in MOVING and setting.every is not None:
-        files = replace(files, homes=LeastPressure(every=setting.every))
-    ttl = IDLE if row == "prism, 45 s" else ttl
+def serve(
+    setting: Setting, row: str, devices: str, seed: int, seconds: float, cut: bool
+) -> Outcome:
+    """Run one row. `devices`: as `parse_kinds` reads them; `cut`: stop as soon as the target cannot
+    be met."""
+    setting = replace(setting, seconds=seconds)
+    slos = levels(setting, seed)
+    ttl = IDLE if row == "prism, 45 s" else None
     served = [replace(s, slo=slos[s.name], ttl=ttl) for s in setting.specs]
     work = setting.workload(seed)
     requests = sum(r.at >= WARM_UP for r in work.requests)
@@ -287,34 +244,77 @@ def measure(
         if late > spare:
             raise _Hopeless
 
+    kinds, told = parse_kinds(devices), missed if cut else None
     try:
-        ran = run_cluster(
-            preset_of(row),
-            parse_kinds(devices),
-            served,
-            work,
-            slos,
-            missed=missed if cut else None,
-            files=files,
-        )
+        ran = run_cluster(preset_of(row), kinds, served, work, slos, missed=told)
     except _Hopeless:
         bound = 1 - (late - warming) / requests
-        return Result(bound, 0.0, 0.0, None, requests, 0, 0, 0, complete=False)
-    return result_of(ran, served, slos)
+        return Outcome(0.0, 0.0, 0.0, bound, 0.0, requests, 0, 0, complete=False)
+    return outcome_of(ran, slos, WARM_UP, WARM_UP + seconds, begin=WARM_UP)
 
 
-def result_of(ran: ClusterRun, served: Sequence[ModelSpec], slos: dict[str, Slo]) -> Result:
-    """What came of a run that ended."""
-    records = counted(ran.report)
-    total = RequestStats.of(records, slos)
-    by_model = (RequestStats.of([r for r in records if r.model == s.name], slos) for s in served)
-    return Result(
-        total.attained_ttft / total.requests,
-        total.attained_tpot / total.requests,
-        min(of.attainment for of in by_model),
-        None if total.ttft is None else total.ttft.mean,
-        total.requests,
-        ran.total("activations"),
-        ran.total("preemptions"),
-        ran.placed,
+@dataclass(frozen=True)
+class OnGpus:
+    """The axis is the number of GPUs."""
+
+    setting: Setting
+    layouts: Mapping[int, str]
+
+    def __call__(self, row: str, gpus: float, seed: int, seconds: float, cut: bool) -> Outcome:
+        return serve(self.setting, row, self.layouts[int(gpus)], seed, seconds, cut)
+
+
+@dataclass(frozen=True)
+class Clumped:
+    """The axis is the factor on the requests of a clump; two GPUs."""
+
+    setting: Setting
+
+    def __call__(self, row: str, factor: float, seed: int, seconds: float, cut: bool) -> Outcome:
+        setting = replace(self.setting, clumps=factor)
+        return serve(setting, row, whole(2), seed, seconds, cut)
+
+
+UP_TO_EIGHT = {n: whole(n) for n in range(1, 9)}
+
+
+def _search(
+    title: str, setting: Setting, layouts: Mapping[int, str], paper: Mapping[str, str]
+) -> Experiment:
+    run = OnGpus(setting, layouts)
+    axis, length = tuple(map(float, layouts)), setting.seconds
+    return Experiment(
+        title, SEARCHED, axis, run, length, (0, 1), ours="prism", fewest=True, paper=paper
     )
+
+
+PRISM = {
+    "prism_58": _search(
+        "58 models of 1B to 70B",
+        Setting(by_size(), seconds=60.0),
+        GROUPED,
+        {"prism": "16", "muxserve": "32", "static": "over 32", "swap": "over 32"},
+    ),
+    "prism_18": _search(
+        "18 models of 1B to 8B, clumps x 10",
+        Setting(EIGHTEEN, seconds=60.0, clumps=10.0),
+        UP_TO_EIGHT,
+        {"prism": "4, 5", **dict.fromkeys(("static", "muxserve", "swap"), "over 8")},
+    ),
+    "prism_18_long": _search(
+        "18 models, clumps x 4, requests x 5",
+        Setting(EIGHTEEN, seconds=60.0, clumps=4.0, longer=5.0, context=8192),
+        UP_TO_EIGHT,
+        {},
+    ),
+    "prism_8": Experiment(
+        "8 models of 1B to 14B on two GPUs, by clumps",
+        COMPARED,
+        (1.0, 4.0, 8.0),
+        Clumped(Setting(EIGHT, seconds=60.0)),
+        60.0,
+        (0, 1),
+        ours="prism",
+    ),
+}
+"""Axes: GPUs of the searches; for `prism_8` the factor on the requests of a clump."""
