@@ -11,15 +11,6 @@ all rows of jobs that an engine ran: all but `kernels`. A row is one phase of:
 - `engine`: Aegaeon's engine on a device, by kernels that were timed there without an engine and by
   its host on other devices. MuxServe's, of which nothing else is known, by Aegaeon's host.
 - `stated`: decode steps and activations of engines of today, each by the others.
-
-`served`: a 7B on one H100 that gets 15 and 20 requests a second, under either engine: seconds to
-the first token. Measured with an engine of today: 20/s at a mean of 52 ms, P99 below 90 ms. Lengths
-were not stated; these are such that the knee of `eager` is where it was found, at 15/s.
-
-`slower`: by how many per cent a step of `eager` takes longer than one of `graphs` on H100s, the
-median of an 8B, a 14B and a 32B, by devices and sequences. Nothing is fitted to these. Against runs
-of engines of today `eager` was found to be too slow by 37 % on one, 120 on four, 157 on eight, at
-batches that were not stated.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ballast.core.cost import StepCosts
-from ballast.core.event import Output, TokenOutput
 from ballast.core.job import JobLoad, chunk_pairs
-from ballast.core.request import Submission
-from ballast.core.settings import FleetSettings
-from ballast.sim.cluster import SERVED, USABLE
 from ballast.sim.derating import Beside, decode_terms, fit_beside
 from ballast.sim.fitting import Points, Vector, fit_floored
 from ballast.sim.model_catalogue import facts
-from ballast.sim.profile import device_profile
 from ballast.sim.profile_tables import MeasuredModel
 from ballast.sim.roofline import AllReduce, Derate, Sizes, step_costs
-from ballast.sim.simulate import simulate
-from ballast.workload.generators import poisson
 from benchmarks.common import finish, options
 from benchmarks.sim_profiles import BATCHES, LENGTHS, percent, predicted, unseen
 from scripts.fit_engines import (
@@ -65,8 +49,6 @@ from scripts.fit_engines import (
     kernels_reach,
 )
 from scripts.fit_profiles import (
-    EAGER,
-    GRAPHS,
     all_reduces,
     derate_of,
     groups,
@@ -84,13 +66,6 @@ MESSAGES = tuple(2**i for i in range(10, 27, 2))
 QUICK = ("A10", "H100-80G")
 """Devices whose models a quick run leaves out."""
 KERNELS = "kernels"
-SIZES = ("Llama-3-8b", "Qwen3-14b", "Qwen3-32b")
-SLOWER = {1: 37.0, 4: 120.0, 8: 157.0}
-"""Stated, by devices."""
-MODEL, RATES = "Qwen2.5-7b", (15.0, 20.0)
-LENGTH = 512
-"""Tokens of a prompt, and of an answer."""
-SECONDS, LOADED = 40.0, 5.0
 
 
 @dataclass
@@ -372,49 +347,6 @@ def stated_left_out(known: Known, found: Errors) -> None:
         found.add("stated", f"{model} comes in", "activation", [off])
 
 
-def slower(tp: int, batch: int) -> float:
-    """Per cent by which steps of `batch` sequences take longer under `eager`, `tp` devices each."""
-    old, new = (device_profile(ON, engine) for engine in (EAGER, GRAPHS))
-    load = JobLoad(0, 0, 0, batch, batch * LENGTH)
-    return statistics.median(
-        100 * (old.costs(m, tp=tp).of(load) / new.costs(m, tp=tp).of(load) - 1) for m in SIZES
-    )
-
-
-def served(engine: str, rate: float) -> dict[str, float]:
-    """Seconds to the first token, mean and P99, of `SECONDS` of Poisson arrivals at `rate`."""
-    spec = replace(facts(MODEL).spec(max_model_len=2 * LENGTH), max_running=256)
-    profile = device_profile(ON, engine)
-    assert profile.hardware is not None
-    pages = int(USABLE * profile.hardware.memory_bytes) // SERVED.page_bytes
-    device = replace(SERVED, name="d", budget_bytes=pages * SERVED.page_bytes)
-    fleet = FleetSettings(models=(), device=device, preset="static")
-
-    def asked(name: int, at: float, length: int, tokens: int) -> Submission:
-        prompt = tuple((7919 * name + k) % 1000 for k in range(length))
-        return Submission(
-            id=str(name),
-            model=spec.name,
-            prompt=prompt,
-            max_tokens=tokens,
-            ignore_eos=True,
-            arrival=at,
-        )
-
-    # The first request brings the model in, and is not counted.
-    at = LOADED + poisson(rate, SECONDS, np.random.default_rng(0))
-    requests = [asked(i, float(t), LENGTH, LENGTH) for i, t in enumerate(at)]
-    first: dict[str, float] = {}
-
-    def receive(now: float, output: Output) -> None:
-        if isinstance(output, TokenOutput):
-            first.setdefault(output.request_id, now)
-
-    simulate(fleet, [spec], [asked(-1, 0.0, 1, 1), *requests], profile.of([spec]), receive)
-    ttft = [first[r.id] - r.arrival for r in requests]
-    return {"mean_s": float(np.mean(ttft)), "p99_s": float(np.quantile(ttft, 0.99))}
-
-
 def extra(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profiles", type=Path, default=Path("../shared/profiles"))
 
@@ -444,16 +376,6 @@ def main() -> None:
     headline = summary["left_out_median_pct"]
     table.add_row("all but kernels", "", str(len(found.values())), f"{headline:.1f}", "")
     result: dict[str, Any] = {**summary, "goal_met": headline <= GOAL, "rows": found.rows}
-    result["slower"] = {tp: {b: slower(tp, b) for b in (1, 16, 64)} for tp in SLOWER}
-    for tp, batches in result["slower"].items():
-        seen = " / ".join(f"{by:.0f}" for by in batches.values())
-        table.add_row(f"eager over graphs, {tp} H100", f"found {SLOWER[tp]:.0f}", "", seen, "")
-    if not args.quick:
-        result["served"] = {e: {r: served(e, r) for r in RATES} for e in (EAGER, GRAPHS)}
-        for engine, rates in result["served"].items():
-            for rate, ttft in rates.items():
-                cells = (f"{1e3 * ttft['mean_s']:.0f}", f"{1e3 * ttft['p99_s']:.0f}")
-                table.add_row(f"{engine}: 7B at {rate:g}/s", "TTFT, mean and P99, ms", "", *cells)
     finish(args, "sim_engines", result, table)
 
 
