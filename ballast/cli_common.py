@@ -82,7 +82,7 @@ Key = Annotated[
     str | None,
     typer.Option(
         envvar=["BALLAST_ADMIN_KEY", "BALLAST_API_KEY"],
-        help="The admin key, where there is one; else any key, where there are some.",
+        help="The admin key; without one, any API key; without keys, none.",
     ),
 ]
 HERE = "http://127.0.0.1:8000"

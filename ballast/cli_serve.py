@@ -226,7 +226,9 @@ def _with_options(
 def ps(
     url: Url = HERE,
     key: Key = None,
-    json: Annotated[bool, typer.Option("--json", help="All of the state, as one line.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the whole state as one line of JSON.")
+    ] = False,
 ) -> None:
     """List a server's models: their state, memory, queues and latencies now.
 

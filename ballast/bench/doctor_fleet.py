@@ -100,7 +100,7 @@ def _fleet(settings: FleetSettings, isolation: Isolation) -> Iterator[Finding]:
             found = f"no GPU has ever run {'; '.join(unproven)}: see {WHERE}"
             yield judged(f"never run{where}", found, cure, warn=True)
     if settings.others:
-        yield lending(settings)
+        yield lending_finding(settings)
     weights = weight_bytes(specs)
     budget = host_budget(settings)
     named = "the budgets" if settings.others else "the budget"
@@ -177,7 +177,7 @@ def _group(
         yield from _device(specs, settings_of_rank(device), i, f"{where}, on each rank", requires)
 
 
-def lending(settings: FleetSettings) -> Finding:
+def lending_finding(settings: FleetSettings) -> Finding:
     """List the devices that can lend pages to each other, and the reasons where they cannot."""
     ways = settings.lending(_reaches(settings))
     unable = [f"{c.lender} cannot to {c.borrower}: {c.why}" for c in ways if not c.means]

@@ -1,4 +1,4 @@
-"""Define the settings of KV tiers below the device, and the events by which a device hears of them.
+"""Define the settings of KV tiers below the device, and the events of their look-ups and fetches.
 
 Events are posted to the loop's inbox by `live.kv_tiers`, or by the simulator's, and handled by
 `engine.kv_tiers`.
@@ -16,14 +16,14 @@ PEER = "peer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTierSettings:
-    """Tiers of a host in which KV is kept beyond its time on a device."""
+    """Settings of the tiers in which a host keeps KV that has left its devices."""
 
     host_bytes: int = 0
     """Bytes of host memory, for all devices together; 0: no KV is kept there."""
     disk_path: str = ""
-    """Directory of KV that outlives the server."""
+    """Directory of the disk tier, whose KV outlives the server; empty: no disk tier."""
     disk_bytes: int = 0
-    """Bytes of KV there; 0: none is kept."""
+    """Bound of the disk tier, in bytes; 0: no disk tier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,8 +202,8 @@ class KvTiers:
         there = here.tiers[start:].partition(MISSING)[0]
         blocks = r.blocks[start : start + len(there)]
         # Up to the first on a borrowed page, for which its lender may ask at any time.
-        abroad = m.kv.borrowed.among(blocks)
-        n = blocks.index(abroad[0]) if abroad else len(blocks)
+        borrowed = m.kv.borrowed.among(blocks)
+        n = blocks.index(borrowed[0]) if borrowed else len(blocks)
         there, blocks = there[:n], blocks[:n]
         n_bytes = n * m.spec.block_bytes
         total, rate = len(r.tokens), self._rate()

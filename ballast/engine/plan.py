@@ -180,8 +180,8 @@ def _admit(m: ModelState, r: Request, now: float) -> Short | None:
     if r.admitted_at is None:
         r.admitted_at = now
         r.cached_tokens = cached
-        abroad = len(m.kv.borrowed.among(blocks[: cached // m.spec.block_tokens]))
-        r.fetched = ((PEER, abroad * m.spec.block_tokens),) if abroad else ()
+        borrowed = len(m.kv.borrowed.among(blocks[: cached // m.spec.block_tokens]))
+        r.fetched = ((PEER, borrowed * m.spec.block_tokens),) if borrowed else ()
     elif r.kept and len(r.tokens) - cached > m.spec.block_tokens:
         m.lost_kv(r)  # it had stayed when the request was preempted
     r.kept = False

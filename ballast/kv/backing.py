@@ -78,7 +78,7 @@ class Backing(ABC):
         self.layout = layout
         self.pages = 0
         """Pages of the pool that back slabs now."""
-        self.abroad: set[int] = set()
+        self.borrowed_slabs: set[int] = set()
         """Slabs backed by borrowed pages."""
         self.slots: list[int] = []
         """Pages of the pool, counted in `pages`, that back no slab but the slots of staged
@@ -197,7 +197,7 @@ class PageBacking(Backing):
             assert self._borrower is not None
             borrowed = self._borrower.take(self.owner, n - own)
             assert not isinstance(borrowed, Short), "so many were unused"
-            self.abroad.update(borrowed)
+            self.borrowed_slabs.update(borrowed)
             pages += borrowed
         self._vm.prefault(pages)
         return sorted(pages)
@@ -213,14 +213,14 @@ class PageBacking(Backing):
 
     def release(self, indices: Iterable[int]) -> int:
         ordered = sorted(indices)
-        home = [page for page in ordered if page not in self.abroad]
+        home = [page for page in ordered if page not in self.borrowed_slabs]
         self._pool.give_back(self.owner, home)
         self.pages -= len(home)
         if len(home) < len(ordered):
             assert self._borrower is not None
-            abroad = [page for page in ordered if page in self.abroad]
-            self._borrower.release(self.owner, abroad)
-            self.abroad.difference_update(abroad)
+            borrowed_slabs = [page for page in ordered if page in self.borrowed_slabs]
+            self._borrower.release(self.owner, borrowed_slabs)
+            self.borrowed_slabs.difference_update(borrowed_slabs)
         return len(ordered)
 
     def page_at(self, offset: int) -> int:
@@ -230,21 +230,23 @@ class PageBacking(Backing):
         shown = self._vm.os_pages(self._vm.window)
         mine = self._pool.ledger.owner_of
         own = [page for page in range(self._pool.total) if mine(page) == self.owner]
-        return sum(shown.get(page) == page for page in (*own, *self.abroad))
+        return sum(shown.get(page) == page for page in (*own, *self.borrowed_slabs))
 
     def validate(self, backed: Set[int]) -> None:
         ledger = self._pool.ledger
-        pages = len(backed - self.abroad) + len(self.slots)
+        pages = len(backed - self.borrowed_slabs) + len(self.slots)
         if self.pages != pages or self.pages != ledger.owned(self.owner):
             raise BrokenPromise(
                 f"{self.owner}: {self.pages} pages, the pool counts {ledger.owned(self.owner)}"
             )
-        if not self.abroad <= backed or len(self.abroad) != ledger.holders.held(self.owner):
-            raise BrokenPromise(f"{self.owner}: {len(self.abroad)} pages are borrowed")
+        if not self.borrowed_slabs <= backed or len(self.borrowed_slabs) != ledger.holders.held(
+            self.owner
+        ):
+            raise BrokenPromise(f"{self.owner}: {len(self.borrowed_slabs)} pages are borrowed")
         for page in (*backed, *self.slots):
-            abroad = page in self.abroad
-            if (self.owner in ledger.holders.of(page)) != abroad or (
-                not abroad and ledger.owner_of(page) != self.owner
+            borrowed = page in self.borrowed_slabs
+            if (self.owner in ledger.holders.of(page)) != borrowed or (
+                not borrowed and ledger.owner_of(page) != self.owner
             ):
                 raise BrokenPromise(f"{self.owner}: page {page} is {ledger.owner_of(page)}'s")
 

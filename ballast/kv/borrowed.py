@@ -22,21 +22,21 @@ class BorrowedBlocks:
     @property
     def pages(self) -> int:
         """Borrowed pages that back blocks now."""
-        return len(self._book.backing.abroad) * self._book.layout.slab_pages
+        return len(self._book.backing.borrowed_slabs) * self._book.layout.slab_pages
 
     def use(self, work: Iterable[tuple[Sequence[int], int, int]]) -> tuple[int, int]:
         """Return the blocks on borrowed pages that a job reads, those that sequences share once,
         and the tokens whose KV it writes there. `work`: by sequence, its block table, and the
         positions from and up to which KV is computed. Safe from any thread while the job runs."""
-        book, abroad = self._book, self._book.backing.abroad
+        book, borrowed_slabs = self._book, self._book.backing.borrowed_slabs
         size, tokens, groups = book.size, book.spec.block_tokens, book.spec.kv_groups
-        if not abroad:
+        if not borrowed_slabs:
             return 0, 0
         read: set[int] = set()
         written = 0
         for blocks, start, end in work:
             for place, block in enumerate(blocks[: ceil_div(end, tokens) * groups]):
-                if block // size in abroad:
+                if block // size in borrowed_slabs:
                     read.add(block)
                     i = place // groups
                     written += max(0, min(end, (i + 1) * tokens) - max(start, i * tokens))
@@ -52,12 +52,14 @@ class BorrowedBlocks:
 
     def among(self, blocks: Iterable[int]) -> list[int]:
         """Return those of these blocks that lie on borrowed pages."""
-        abroad, size = self._book.backing.abroad, self._book.size
-        return [block for block in blocks if block // size in abroad] if abroad else []
+        borrowed_slabs, size = self._book.backing.borrowed_slabs, self._book.size
+        return (
+            [block for block in blocks if block // size in borrowed_slabs] if borrowed_slabs else []
+        )
 
     def holds(self, page: int) -> bool:
         """Return whether a borrowed page backs blocks now."""
-        return page in self._book.backing.abroad
+        return page in self._book.backing.borrowed_slabs
 
     def used_on(self, page: int) -> list[int]:
         """Return the used blocks on a borrowed page."""
@@ -121,9 +123,9 @@ class BorrowedBlocks:
         """Move the blocks of borrowed pages home, as `bring_home`; where no page is free, that of
         the coldest prefixes makes room. They move to an unused borrowed page, as is each that was
         emptied before, or are forgotten. Returns the number of pages that have moved."""
-        slabs, abroad = self._book.slabs, self._book.backing.abroad
+        slabs, borrowed_slabs = self._book.slabs, self._book.backing.borrowed_slabs
         tables, order = list(tables), list(slabs.idle)
-        coldest = iter([slab for slab in slabs.to_drop(()) if slab.index not in abroad])
+        coldest = iter([slab for slab in slabs.to_drop(()) if slab.index not in borrowed_slabs])
         twins: dict[int, int] = {}
         moved = 0
         for page in pages:

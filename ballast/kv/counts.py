@@ -39,8 +39,10 @@ class BlockCounts:
     def cached_borrowed_pages(self) -> int:
         """Borrowed pages that dropping all cached prefixes would free."""
         idle = self._book.slabs.idle
-        abroad = tuple(self._book.backing.abroad)  # reports are made by another thread
-        return sum(index in idle for index in abroad) * self._book.layout.slab_pages
+        borrowed_slabs = tuple(
+            self._book.backing.borrowed_slabs
+        )  # reports are made by another thread
+        return sum(index in idle for index in borrowed_slabs) * self._book.layout.slab_pages
 
     @property
     def loose_pages(self) -> int:
@@ -83,14 +85,14 @@ class BlockCounts:
         The pages are not in `cached_pages`: freeing both frees the sum. The blocks are those in
         slabs that stay backed, for this cache's own use, and those on borrowed pages.
         """
-        book, abroad = self._book, self._book.backing.abroad
+        book, borrowed_slabs = self._book, self._book.backing.borrowed_slabs
         if book.staged.blocks or book.spec.kv_windows:
             blocks = [b for b in blocks if b >= 0]
         if book.shared:
             refs = book.refs
             blocks = [b for b in blocks if refs[b] == 1]
         if book.size == 1:
-            n = sum(b in abroad for b in blocks) if abroad else 0
+            n = sum(b in borrowed_slabs for b in blocks) if borrowed_slabs else 0
             return (len(blocks) - n) * book.layout.slab_pages, n
         size, of, emptied, stay = book.size, book.slabs.of, 0, 0
         counts: dict[int, int] = {}  # a Counter takes longer for tables of usual lengths
@@ -98,7 +100,7 @@ class BlockCounts:
             index = block // size
             counts[index] = counts.get(index, 0) + 1
         for index, n in counts.items():
-            if of[index].used == n and index not in abroad:
+            if of[index].used == n and index not in borrowed_slabs:
                 emptied += 1
             else:
                 stay += n

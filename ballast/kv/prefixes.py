@@ -53,9 +53,9 @@ class CachedPrefixes:
     def pages_of(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return how many of `BlockCounts.cached_pages` hold the cached prefix of `tokens`."""
         book = self._book
-        idle, abroad = book.slabs.idle, book.backing.abroad
+        idle, borrowed_slabs = book.slabs.idle, book.backing.borrowed_slabs
         found = {block // book.size for block in self.find(tokens, salt)}
-        return sum(i in idle and i not in abroad for i in found) * book.layout.slab_pages
+        return sum(i in idle and i not in borrowed_slabs for i in found) * book.layout.slab_pages
 
     def drop(self, pages: int, *, spare: Collection[int] = ()) -> int:
         """Forget cached prefixes until `pages` are freed or no more can be; return pages freed.
@@ -67,8 +67,8 @@ class CachedPrefixes:
         book = self._book
         book.version.n += 1
         idle: Iterable[Slab] = book.slabs.to_drop({block // book.size for block in spare})
-        if book.backing.abroad:
-            idle = sorted(idle, key=lambda slab: slab.index in book.backing.abroad)
+        if book.backing.borrowed_slabs:
+            idle = sorted(idle, key=lambda slab: slab.index in book.backing.borrowed_slabs)
         dropped = list(islice(idle, max(0, ceil_div(pages, book.layout.slab_pages))))
         for slab in dropped:
             book.drop(slab)

@@ -1,8 +1,8 @@
 """Stage blocks in use: copy them to the host beside a job, and bring them home in the same way.
 
-Part of `KvCache`. The engine orders moves before a job, for blocks that its sequences use,
-and ends them with it. A full block never changes, so that until then its source is what tables
-name: a job that fails leaves everything as it was.
+Part of `KvCache`. The engine orders moves before a job, for blocks that its sequences use, and ends
+them with the job. A full block never changes, so block tables name the source until then, and a
+job that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class BlockStaging:
     def _has_slots(self, stores: Sequence[tuple[int, int]], homes: int) -> bool:
         """Return whether slots for all staged blocks, with `stores` and without `homes`, fit what
         is free and what the stores leave."""
-        book, abroad = self._book, self._book.backing.abroad
+        book, borrowed_slabs = self._book, self._book.backing.borrowed_slabs
         left = Counter(block // book.size for block, _ in stores)
         of = book.slabs.of
-        emptied = sum(of[i].occupied == n and i not in abroad for i, n in left.items())
+        emptied = sum(of[i].occupied == n and i not in borrowed_slabs for i, n in left.items())
         wanted = book.staged.pages_for(len(book.staged) - homes)
         return wanted <= emptied + book.backing.slot_room

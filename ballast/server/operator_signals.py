@@ -1,4 +1,7 @@
-"""What an operator's signals ask of a server."""
+"""Handle an operator's signals: stop, stop at once, reload the fleet file, restart.
+
+Used by `serve`, which waits for the events.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ class OperatorSignals:
     read the fleet file again (SIGHUP), stop and start again (SIGUSR2)."""
 
     def __init__(self, *, restarts: bool = False) -> None:
-        """`restarts`: whether the process may be started again."""
+        """`restarts`: whether SIGUSR2 starts the process again."""
         self._restarts = restarts
-        self._again = False
-        """Whether it is to be started again."""
+        self._restarting = False
+        """Whether the process is started again once it has drained."""
         self.listener: socket.socket | None = None
-        """What the process listens on until it has been started again; None: it is not to be."""
+        """Listening socket that stays open over a restart; None: no restart."""
         self.to_stop = asyncio.Event()
         self.to_hurry = asyncio.Event()
         self.to_reload = asyncio.Event()
@@ -35,8 +38,8 @@ class OperatorSignals:
             return
         loop = asyncio.get_running_loop()
         handlers = {
-            signal.SIGTERM: self._once_more,
-            signal.SIGINT: self._once_more,
+            signal.SIGTERM: self._stop,
+            signal.SIGINT: self._stop,
             signal.SIGHUP: self.to_reload.set,
         }
         if self._restarts:
@@ -50,22 +53,22 @@ class OperatorSignals:
         finally:
             for number in handlers:
                 loop.remove_signal_handler(number)
-            note_hangup()  # the process is not to end by one now, either
+            note_hangup()  # SIGHUP must not end the process from here on
 
     def keep_listening(self, listener: socket.socket) -> bool:
-        """Keep `listener` open if the process is to be started again: clients then wait. Returns
-        whether it is."""
-        if self._again:
+        """Keep a copy of `listener` open over a restart, so that new clients wait. Returns whether
+        there is a restart."""
+        if self._restarting:
             self.listener = listener.dup()
-        return self._again
+        return self._restarting
 
     def _restart(self) -> None:
         if not self.to_stop.is_set():
-            self._again = True
+            self._restarting = True
             self.to_stop.set()
 
-    def _once_more(self) -> None:
-        self._again = False
+    def _stop(self) -> None:
+        self._restarting = False
         if self.listener is not None:
             self.listener.close()
             self.listener = None

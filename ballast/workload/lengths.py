@@ -59,14 +59,15 @@ class LogNormal:
 
     @classmethod
     def of_median(cls, mean: float, median: float, most: int | None = None) -> LogNormal:
-        """By published mean and median. Raises WorkloadError unless 0 < median <= mean."""
+        """Return the distribution of this mean and median. Raises WorkloadError unless
+        0 < median <= mean."""
         if not 0 < median <= mean:
             raise WorkloadError(f"no log-normal has mean {mean!r} and median {median!r}")
         return cls(log(median), sqrt(2 * log(mean / median)), most)
 
     @classmethod
     def of_cv(cls, mean: float, cv: float, most: int | None = None) -> LogNormal:
-        """By published mean and coefficient of variation."""
+        """Return the distribution of this mean and coefficient of variation."""
         if not (mean > 0 and cv >= 0):
             raise WorkloadError(f"no log-normal has mean {mean!r} and CV {cv!r}")
         variance = log(1 + cv * cv)
@@ -74,7 +75,7 @@ class LogNormal:
 
     @property
     def mean(self) -> float:
-        """Before clipping."""
+        """Mean before clipping."""
         return exp(self.mu + self.sigma**2 / 2)
 
     def sample(self, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
@@ -101,7 +102,8 @@ class Empirical:
 
     @classmethod
     def of_pdf(cls, pdf: Mapping[int, float]) -> Empirical:
-        """From {tokens: probability}; probabilities need not add up to 1. Counts 0 become 1."""
+        """Return the distribution of {tokens: probability}, which need not add up to 1; counts of 0
+        become 1."""
         ordered = sorted(pdf)
         return cls([max(1, t) for t in ordered], [pdf[t] for t in ordered])
 
@@ -121,14 +123,14 @@ class Empirical:
 CHAT_PROMPT = LogNormal.of_median(143, 43)
 """Prompts of Chatbot Arena as published with Prism: mean 143, median 43 tokens."""
 CHAT_OUTPUT = LogNormal.of_median(239, 172)
-"""Answers of the same: mean 239, median 172 tokens."""
+"""Answers of Chatbot Arena: mean 239, median 172 tokens."""
 
 SHAREGPT_PROMPT = LogNormal.of_median(208.0, 62.5, 1024)
-"""ShareGPT-like: as cut, of mean 161, which vLLM published (SOSP '23, Figure 11); the shape is that
-of Chatbot Arena's prompts, and the cut that of vLLM's benchmarks."""
+"""ShareGPT-like prompts: as cut, mean 161, which vLLM published (SOSP '23, Figure 11); the shape of
+Chatbot Arena's prompts, and the cut of vLLM's benchmarks."""
 SHAREGPT_OUTPUT = LogNormal.of_median(361.0, 259.8, 1000)
-"""The same of answers: as cut, mean 338."""
+"""ShareGPT-like answers: as cut, mean 338."""
 ALPACA_PROMPT = LogNormal.of_cv(19.31, 0.6, 512)
-"""Alpaca-like: mean 19.3 (ibid.); how they spread is assumed."""
+"""Alpaca-like prompts: mean 19.3 (ibid.); their spread is assumed."""
 ALPACA_OUTPUT = LogNormal.of_median(58.45, 42.07, 512)
-"""The same of answers: mean 58.5, the shape that of Chatbot Arena's."""
+"""Alpaca-like answers: mean 58.5, the shape of Chatbot Arena's."""

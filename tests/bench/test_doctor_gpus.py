@@ -64,7 +64,7 @@ def test_which_can_lend_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeDriver(devices=1), "it is not known which GPUs cuda:0 and cuda:1 can reach"),
     ):
         monkeypatch.setattr(doctor_fleet, "CudaDriver", lambda made=driver: made)
-        assert found in doctor_fleet.lending(fleet).found
+        assert found in doctor_fleet.lending_finding(fleet).found
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

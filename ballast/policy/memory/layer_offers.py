@@ -181,10 +181,10 @@ class LayerOffers:
     def choose(self, view: DeviceView, actions: Iterable[Action]) -> list[Action]:
         """Choose the layers of the last remap of each model; leave out those that are no better
         than the present ones. Other actions stay."""
-        chosen = (self._settled(view, a) for a in last_plans(actions))
+        chosen = (self._with_best_layers(view, a) for a in last_plans(actions))
         return [action for action in chosen if action is not None]
 
-    def _settled(self, view: DeviceView, asked: Action) -> Action | None:
+    def _with_best_layers(self, view: DeviceView, asked: Action) -> Action | None:
         """Choose the layers of a remap and their slots: the plan that stalls least, weighed against
         the layers that it remaps; None if it is no better than the present one."""
         if not isinstance(asked, Reside) or is_eviction(asked) or is_activation(view, asked):
