@@ -177,6 +177,6 @@ async def _message_seconds(worker: LocalWorker, fleet: FleetSettings) -> float:
         worker.send(CommandMsg.of(number, EvictCommand(model)))
         while not isinstance(message := await worker.receive(), CommandDoneMsg):
             if message is None:
-                raise Unavailable(f"the worker ended: {worker.epitaph()}")
+                raise Unavailable(f"the worker ended: {worker.exit_reason()}")
         found.append(time.perf_counter() - began)
     return statistics.median(found)

@@ -17,7 +17,7 @@ from ballast.workload.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """What is wanted of a trace."""
+    """Options that select a part of a trace."""
 
     seconds: float
     rate: float | None = None
@@ -25,11 +25,11 @@ class TracePart:
     start: float = 0.0
     """Seconds into the trace, as recorded."""
     seed: int = 0
-    """Of what is drawn, where a trace is of client statistics."""
+    """Seed of requests that are drawn from client statistics (`servegen`)."""
     session_gap: float = SESSION_GAP
-    """Seconds between the starts of two sessions whose times are their own."""
+    """Seconds between the starts of two sessions, in traces with times relative to a session."""
     models: tuple[str, ...] | None = None
-    """Those of the trace's models whose requests are wanted; None: all."""
+    """Models of the trace whose requests are kept; None: all."""
 
     def of(self, kind: str | None, file: Path) -> Workload:
         """Load the part. Raises ConfigError and WorkloadError."""
@@ -54,16 +54,16 @@ class TracePart:
         if self.rate is not None:
             return self._at_rate(trace, self.rate)
         part = trace.window(0.0, self.seconds)
-        return part if trace.seconds >= self.seconds else _ended(part, trace.seconds)
+        return part if trace.seconds >= self.seconds else _ends_early(part, trace.seconds)
 
     def _at_rate(self, trace: Workload, rate: float) -> Workload:
-        """The trace's first requests, as many as `rate` makes of the seconds, in these seconds."""
+        """Return the first `rate * seconds` requests, their times rescaled to `seconds`."""
         requests, due = trace.requests, max(1, round(rate * self.seconds))
         if not trace.seconds:
             raise ConfigError("rate", rate, "none: all requests of the trace come at one moment")
         if len(requests) < due:
             part = trace.scale_rate(rate * trace.seconds / len(requests))
-            return _ended(part, len(requests) / rate)
+            return _ends_early(part, len(requests) / rate)
         first = requests[:due]
         end = next((r.at for r in requests[due:] if r.at > first[-1].at), None)
         if end is None:  # one mean gap later
@@ -71,7 +71,8 @@ class TracePart:
         return trace.first(due).scale_rate(end / self.seconds).window(0.0, self.seconds)
 
 
-def _ended(part: Workload, seconds: float) -> Workload:
+def _ends_early(part: Workload, seconds: float) -> Workload:
+    """Note in its name that the trace ends before the part does."""
     return part.labelled(f"the trace ends after {seconds:.4g} s")
 
 

@@ -238,7 +238,7 @@ class RemoteDevice(DeviceRecord):
         except BallastError as error:
             log.error("the worker cannot be understood: %s", error)
             return str(error)
-        return self.worker.epitaph()
+        return self.worker.exit_reason()
 
     def _handle(self, message: ToServer) -> None:
         match message:

@@ -67,7 +67,7 @@ class KvBroker:
         if not settings.host_bytes:
             return None
         post = asyncio.get_running_loop().call_soon_threadsafe
-        return cls(TieredStore.made(settings, post, {key.name for key in keys}))
+        return cls(TieredStore.create(settings, post, {key.name for key in keys}))
 
     def open(self) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a connection: the broker's, for `close`, and a worker's, which has

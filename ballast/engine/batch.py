@@ -108,7 +108,7 @@ class Batch(Sequence[Request]):
             self._leaving.append(request)
             self.version.n += 1
 
-    def left(self) -> list[Request]:
+    def take_leaving(self) -> list[Request]:
         """Return the requests marked by `leave`, and remove the marks."""
         leaving, self._leaving = self._leaving, []
         self.version.n += 1

@@ -174,7 +174,7 @@ def _settle(state: DeviceState, m: ModelState, job: Job) -> list[Output]:
             outputs.append(state.end(request, RequestState.CANCELLED, CancelledOutput(request.id)))
         elif request is not None and departing:
             outputs += depart(state, m, request)
-    for request in m.running.left():
+    for request in m.running.take_leaving():
         if request.state is RequestState.RUNNING:
             state.preempt(m, request)
     for work in job.work:

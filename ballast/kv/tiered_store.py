@@ -49,7 +49,7 @@ class TieredStore(HostStore):
         self._most_disk = 0 if shelf is None else shelf.capacity
 
     @classmethod
-    def made(
+    def create(
         cls,
         settings: KvTierSettings,
         post: Post,
@@ -57,9 +57,11 @@ class TieredStore(HostStore):
         *,
         threaded: bool = True,
     ) -> TieredStore:
-        """Make a host's store. `post` has a function called in the store's thread; `tenants`: those
-        whose blocks on disk are kept (None: all). Raises DeviceError where there is no memory; a
-        disk that cannot be used is left out, which the log says."""
+        """Create a host's store.
+
+        `post` has a function called in the store's thread; `tenants`: those whose blocks on disk
+        are kept (None: all). Raises DeviceError where memory is short. A disk
+        that cannot be used is left out, with a warning in the log."""
         cells = HostCells(settings.host_bytes, threaded)
         tiers = {Tier.HOST: TierSettings(cells.n_bytes, unit=CELL_BYTES)}
         if not settings.disk_bytes:

@@ -94,4 +94,4 @@ def own_connection(settings: KvTierSettings) -> OwnConnection:
         with lock:
             call()
 
-    return OwnConnection(TieredStore.made(settings, post), lock, owns=True)
+    return OwnConnection(TieredStore.create(settings, post), lock, owns=True)

@@ -10,8 +10,8 @@ Used where a model's own module runs (`module`); the fast path has experts of it
     x + ...  <- sum over a row's experts <- shares <-----------------------------+
 
 The order of computation, and dtypes between its steps, are those of `transformers`' grouped matrix
-multiplication, which this replaces; products are float32, and of an expert that no row has chosen
-nothing is read. A row's result depends on that row alone.
+multiplication, which this replaces; products are float32. Experts that no row has chosen are not
+read. A row's result depends on that row alone.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ FIXED_BYTES = 64 * MiB
 reading its configuration, trying its tokenizer, measuring its jobs."""
 
 
-class LoadNow(msgspec.Struct, frozen=True, omit_defaults=True):
+class LoadStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model that is not served yet, at one moment."""
 
     model: str
@@ -166,10 +166,10 @@ class ModelLoads:
 
     # -- progress ---------------------------------------------------------------------------------
 
-    def now(self, load: ModelLoad) -> LoadNow:
+    def now(self, load: ModelLoad) -> LoadStatus:
         """Describe a load."""
         began = load.began
-        return LoadNow(
+        return LoadStatus(
             load.name,
             "queued" if began is None else "loading",
             load.n_bytes,

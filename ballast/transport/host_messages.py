@@ -106,7 +106,7 @@ class WorkerEndedMsg(WorkerMessage, frozen=True):
     """A worker's process has ended, or could not be started."""
 
     id: int
-    epitaph: str
+    exit_reason: str
     in_flight: tuple[str, ...] = ()
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from ballast.core.units import ceil_div
-from ballast.workload.trace_lines import naming, read_lines
+from ballast.workload.trace_lines import errors_at, read_lines
 from ballast.workload.trace_requests import TraceRequests
 from ballast.workload.workload import Workload, WorkloadError
 
@@ -38,7 +38,7 @@ def load_mooncake(path: Path) -> Workload:
     decode = msgspec.json.Decoder(_MooncakeLine).decode
     found = TraceRequests(path)
     for line, text in read_lines(path):
-        with naming(path, line):
+        with errors_at(path, line):
             row = decode(text)
             found.add(
                 row.timestamp / 1000,
@@ -68,7 +68,7 @@ def load_bailian(path: Path) -> Workload:
     decode = msgspec.json.Decoder(_BailianLine).decode
     found, first = TraceRequests(path), dict[int, int]()
     for line, text in read_lines(path):
-        with naming(path, line):
+        with errors_at(path, line):
             row = decode(text)
             parent = row.chat_id if row.parent_chat_id < 0 else row.parent_chat_id
             first[row.chat_id] = root = first.get(parent, parent)
@@ -125,7 +125,7 @@ def load_agentic(path: Path, session_gap: float) -> Workload:
     found = TraceRequests(path)
     sessions = 0
     for line, text in read_lines(path):
-        with naming(path, line):
+        with errors_at(path, line):
             session = decode(text)
             turns = sorted(_flat(session.requests, 0.0), key=lambda turn: turn[0])
             for at, turn in turns:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from ballast.workload.lengths import Empirical
-from ballast.workload.trace_lines import naming, number, read_lines, read_rows
+from ballast.workload.trace_lines import errors_at, number, read_lines, read_rows
 from ballast.workload.workload import Workload, WorkloadError, WorkloadRequest
 
 WINDOW_SECONDS = 600.0
@@ -87,7 +87,7 @@ class LengthBook:
         pools: dict[tuple[str, float], list[tuple[dict[int, float], dict[int, float]]]] = {}
         decode = msgspec.json.Decoder(_LengthLine, strict=False).decode
         for line, text in read_lines(path):
-            with naming(path, line):
+            with errors_at(path, line):
                 row = decode(text)
                 if row.input_tokens is None or row.output_tokens is None:
                     self.without_text += 1
@@ -243,7 +243,7 @@ def _read_clients(path: Path, sample: ServeGenSample) -> dict[Client, list[Clien
     clients: dict[Client, list[ClientWindow]] = {}
     known: set[str] = set()
     for line, row in read_rows(path):
-        with naming(path, line):
+        with errors_at(path, line):
             known.add(row["model"])
             if sample.models is not None and row["model"] not in sample.models:
                 continue

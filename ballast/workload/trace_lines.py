@@ -22,7 +22,7 @@ from ballast.workload.workload import WorkloadError
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text without its end) of each line that is not blank, of a UTF-8 file.
+    """Yield (line number from 1, text without its end) of each non-blank line of a UTF-8 file.
     Raises WorkloadError where it is unreadable."""
     line = 0
     try:
@@ -38,12 +38,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def columns_of(header: str) -> list[str]:
-    """The column names of a CSV file's first line."""
+    """Return the column names in a CSV file's first line."""
     return [name.strip() for name in next(csv.reader([header], skipinitialspace=True), [])]
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line number, row) of a CSV file with a header; a row is one line."""
+    """Yield (line number, row) of a CSV file with a header; a row is one line."""
     lines = read_lines(path)
     _, first = next(lines, (0, ""))
     header = columns_of(first)
@@ -56,8 +56,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 @contextmanager
-def naming(path: Path, line: int) -> Iterator[None]:
-    """Context manager that turns errors of parsing a line into a WorkloadError that names it."""
+def errors_at(path: Path, line: int) -> Iterator[None]:
+    """Context manager that turns parse errors into a WorkloadError with the file and line."""
     try:
         yield
     except KeyError as error:
@@ -87,8 +87,8 @@ def whole(row: dict[str, str], column: str) -> int:
 
 
 def moment(row: dict[str, str], column: str) -> float:
-    """Seconds since 1970 of an ISO 8601 time of any zone; UTC where it names none. Raises KeyError
-    or ValueError."""
+    """Parse an ISO 8601 time, UTC where it names no zone, to seconds since 1970. Raises KeyError or
+    ValueError."""
     text = row[column]
     close = re.sub(r"\s+(?=[Z+-])|\s*UTC$", "", text.strip().upper())  # the zone at the time
     try:

@@ -18,8 +18,8 @@ from ballast.workload.lengths import CHAT_OUTPUT
 from ballast.workload.servegen import ServeGenSample, sample_servegen
 from ballast.workload.trace_lines import (
     columns_of,
+    errors_at,
     moment,
-    naming,
     number,
     read_lines,
     read_rows,
@@ -88,7 +88,7 @@ def detect(path: Path) -> str:
     line, first = next(read_lines(path), (1, ""))
     by_key = first.lstrip().startswith("{")
     if by_key:
-        with naming(path, line):
+        with errors_at(path, line):
             found = set(msgspec.json.decode(first, type=dict[str, msgspec.Raw]))
     else:
         found = set(columns_of(first))
@@ -116,7 +116,7 @@ def _check_columns(path: Path, kind: str) -> None:
 def _arena(path: Path) -> Workload:
     found = TraceRequests(path)
     for line, row in read_rows(path):
-        with naming(path, line):
+        with errors_at(path, line):
             lengths = whole(row, "prompt_len"), whole(row, "output_len")
             found.add(number(row, "req_time"), row["adapter_dir"], *lengths)
     return found.workload("LMSYS Chatbot Arena by way of VTC and Prism's artifact")
@@ -127,7 +127,7 @@ def _azure(path: Path) -> Workload:
     model = f"azure-{service}" if service else "azure"
     found = TraceRequests(path)
     for line, row in read_rows(path):
-        with naming(path, line):
+        with errors_at(path, line):
             lengths = whole(row, "ContextTokens"), whole(row, "GeneratedTokens")
             found.add(moment(row, "TIMESTAMP"), model, *lengths)
     return found.workload("Azure public dataset 2023, CC-BY 4.0 (Splitwise, ISCA'24)")
@@ -137,7 +137,7 @@ def _burstgpt(path: Path) -> Workload:
     """Failed requests, which have no response tokens, are asked again, for one token."""
     found = TraceRequests(path)
     for line, row in read_rows(path):
-        with naming(path, line):
+        with errors_at(path, line):
             if not row["Model"]:
                 raise ValueError("Model: empty: a model's name")
             lengths = whole(row, "Request tokens"), whole(row, "Response tokens")
@@ -151,7 +151,7 @@ def _gentd(path: Path) -> Workload:
     found = TraceRequests(path)
     nameless = 0
     for line, row in read_rows(path):
-        with naming(path, line):
+        with errors_at(path, line):
             at = moment(row, "gmt_create")
             if not row["checkpoint_model_version_id"]:
                 nameless += 1

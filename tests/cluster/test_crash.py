@@ -69,7 +69,7 @@ def test_requests_go_on_in_the_next_worker_and_are_not_lost_to_two_kills() -> No
                 found += await all_of(stream)
                 assert whole(found)
             assert (controller.devices.restarts, controller.devices.open_requests) == (2, 0)
-            assert first.epitaph() == "killed by signal 9"
+            assert first.exit_reason() == "killed by signal 9"
             assert not first.directory.exists()
 
     asyncio.run(scenario())
@@ -95,8 +95,8 @@ def test_a_worker_that_hangs_is_killed(seed: int, number: int, silent: float, wh
                 found += await stream.take()
                 kill(controller)
             assert whole(found + await all_of(stream))
-            assert first.epitaph().startswith("killed by signal 9: ")
-            assert why in first.epitaph()
+            assert first.exit_reason().startswith("killed by signal 9: ")
+            assert why in first.exit_reason()
 
     asyncio.run(scenario())
 
@@ -264,7 +264,7 @@ def test_a_server_can_stop_while_it_waits_for_a_worker() -> None:
         end = (await all_of(held))[-1]
         assert isinstance(end, FailedOutput)
         assert end.code == "unavailable"
-        assert present(controller).epitaph() == "killed by signal 9"
+        assert present(controller).exit_reason() == "killed by signal 9"
 
     asyncio.run(scenario())
 

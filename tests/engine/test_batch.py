@@ -41,7 +41,7 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     batch.extend(first, 7, 1.5)
     assert (first.computed, first.tokens) == (2, [1, 2, 7])
     assert first.first_token_at == first.last_at == 1.5
-    assert batch.left() == [first]
+    assert batch.take_leaving() == [first]
     assert batch.leaving == []
     batch.remove(first)
     paused.add(first)
@@ -52,7 +52,7 @@ def test_every_change_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting.add(first)
     waiting.admit(first)
     assert [*batch, *paused, *waiting] == [second]
-    methods = ("add", "begin", "leave", "end", "compute", "extend", "left", "remove")
+    methods = ("add", "begin", "leave", "end", "compute", "extend", "take_leaving", "remove")
     assert set(calls) == {
         *(f"Batch.{name}" for name in methods),
         *(f"{owner}.{name}" for owner in ("Paused", "Waiting") for name in ("add", "remove")),
@@ -77,7 +77,7 @@ def test_what_a_policy_is_asked_about_is_news() -> None:
     assert not news(lambda: batch.compute(r, 2))
     assert not news(lambda: batch.extend(r, 7, 1.0))
     assert not news(lambda: batch.leave(r))
-    assert not news(batch.left)
+    assert not news(batch.take_leaving)
     assert news(lambda: batch.remove(r))
     assert news(lambda: paused.add(r))
     assert news(lambda: paused.remove(r))

@@ -39,7 +39,7 @@ def store_of(blocks: int) -> HostStore:
 def memory_only(n_bytes: int) -> TieredStore:
     """A store with memory and no disk."""
     settings = KvTierSettings(host_bytes=n_bytes)
-    return TieredStore.made(settings, lambda call: call(), threaded=False)
+    return TieredStore.create(settings, lambda call: call(), threaded=False)
 
 
 def put(store: HostStore, blocks: list[KvBlock], owner: str = "w") -> int:

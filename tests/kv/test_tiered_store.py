@@ -42,7 +42,7 @@ class Opened:
         sizes = KvTierSettings(
             host_bytes=host * CELL_BYTES, disk_path=str(path), disk_bytes=disk * CELL_BYTES
         )
-        self.store = TieredStore.made(sizes, self.calls.put, tenants, threaded=False)
+        self.store = TieredStore.create(sizes, self.calls.put, tenants, threaded=False)
 
     def turn(self, n: int = 1) -> None:
         for _ in range(n):

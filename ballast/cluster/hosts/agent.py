@@ -127,7 +127,7 @@ class HostAgent:
     def _ended(self, id: int, worker: LocalProcess) -> None:
         """Report that a process has ended."""
         in_flight = worker.in_flight() if id in self._workers else ()
-        self._socket.send(WorkerEndedMsg(id, worker.epitaph(), tuple(in_flight)))
+        self._socket.send(WorkerEndedMsg(id, worker.exit_reason(), tuple(in_flight)))
 
     async def _kill(self, message: KillWorkerMsg) -> None:
         worker = await self._started(message.id)

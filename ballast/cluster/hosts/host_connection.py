@@ -45,7 +45,7 @@ class HostedProcess:
     def __init__(self, host: HostConnection, id: int) -> None:
         self._host, self._id = host, id
         self.exited: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
-        self._epitaph = "it runs"
+        self._exit_reason = "it runs"
         self._in_flight: frozenset[str] | None = frozenset()
         self.used: Activity | None = None
 
@@ -59,17 +59,17 @@ class HostedProcess:
         self._host.send(KillWorkerMsg(self._id, why))
         return True
 
-    def epitaph(self) -> str:
-        return self._epitaph
+    def exit_reason(self) -> str:
+        return self._exit_reason
 
     def in_flight(self) -> frozenset[str] | None:
         return self._in_flight
 
-    def ended(self, epitaph: str, in_flight: frozenset[str] | None) -> None:
+    def ended(self, exit_reason: str, in_flight: frozenset[str] | None) -> None:
         """Note that it has ended; a second call changes nothing."""
         assert self.exited is not None
         if not self.exited.done():
-            self._epitaph, self._in_flight = epitaph, in_flight
+            self._exit_reason, self._in_flight = exit_reason, in_flight
             self.exited.set_result(None)
 
     async def close(self, patience: float, late: Callable[[], object]) -> None:
@@ -209,7 +209,7 @@ class HostConnection:
             case WorkerEndedMsg():
                 process = self._processes.get(message.id)
                 if process is not None:
-                    process.ended(message.epitaph, frozenset(message.in_flight))
+                    process.ended(message.exit_reason, frozenset(message.in_flight))
             case HostBeatMsg():
                 for id, used in message.activity.items():
                     if (process := self._processes.get(id)) is not None:

@@ -77,8 +77,8 @@ class HostedWorker(SupervisedWorker):
         if self._process is not None:
             super().kill(why)
 
-    def epitaph(self) -> str:
-        return "it was not started" if self._process is None else super().epitaph()
+    def exit_reason(self) -> str:
+        return "it was not started" if self._process is None else super().exit_reason()
 
     def in_flight(self) -> frozenset[str] | None:
         return frozenset() if self._process is None else super().in_flight()

@@ -295,7 +295,7 @@ class GroupMachine:
     def _rank_lost(self, other: RemoteRank) -> None:
         """End the group, unless the rank has been closed."""
         if not self._closing:
-            self._end(f"rank {other.rank} is gone ({other.epitaph()})")
+            self._end(f"rank {other.rank} is gone ({other.exit_reason()})")
 
     def _end(self, why: str) -> NoReturn:
         """End this process, and with it the others: a group that lacks a rank computes nothing."""

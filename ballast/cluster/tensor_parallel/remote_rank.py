@@ -78,7 +78,7 @@ class RemoteRank:
         self._lost = lost
         self._listener.start()
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """Describe how the process ended."""
         try:
             code = self._process.wait(_END_SECONDS)

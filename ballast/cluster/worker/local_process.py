@@ -98,7 +98,7 @@ class LocalProcess:
         self.exited.add_done_callback(lambda _: ended())
 
     def kill(self, why: str) -> bool:
-        """Kill the process at once; `epitaph` includes `why`. Returns whether it ran."""
+        """Kill the process at once; `exit_reason` includes `why`. Returns whether it ran."""
         assert self._process is not None
         if self._process.returncode is not None or self.killed_for:
             return False
@@ -107,7 +107,7 @@ class LocalProcess:
             self._process.kill()
         return True
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """Describe how the process ended."""
         code = None if self._process is None else self._process.returncode
         if code is None:

@@ -46,7 +46,7 @@ class ProcessHandle(Protocol):
 
     def kill(self, why: str) -> bool: ...
 
-    def epitaph(self) -> str: ...
+    def exit_reason(self) -> str: ...
 
     def in_flight(self) -> frozenset[str] | None: ...
 
@@ -142,7 +142,7 @@ class SupervisedWorker(ABC):
         """Return the next message while the worker starts. Raises Unavailable if it ends."""
         message = await self.receive()
         if message is None:
-            raise Unavailable(f"the worker ended while it started: {self.epitaph()}")
+            raise Unavailable(f"the worker ended while it started: {self.exit_reason()}")
         return message
 
     def send(self, message: ToWorker) -> None:
@@ -178,13 +178,13 @@ class SupervisedWorker(ABC):
         return socket.take() if socket.has_message else None
 
     def kill(self, why: str) -> None:
-        """Kill the process at once; `epitaph` includes `why`."""
+        """Kill the process at once; `exit_reason` includes `why`."""
         if self._handle.kill(why):
             log.error("%s is killed: %s", self, why)
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """Describe how the process ended."""
-        return self._handle.epitaph()
+        return self._handle.exit_reason()
 
     def in_flight(self) -> frozenset[str] | None:
         """Return the requests of the job in flight when the process ended; empty: none is known;

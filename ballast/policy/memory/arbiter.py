@@ -39,7 +39,7 @@ from ballast.policy.supply.host_direct import WeightsInPlace, priced_to_host
 from ballast.policy.supply.moved_pages import lent_pages, scattered_blocks
 from ballast.policy.supply.parked_models import ParkedModels
 from ballast.policy.supply.preemption import RunningRequests
-from ballast.policy.supply.prewarming import prewarmed
+from ballast.policy.supply.prewarming import choose_prewarm
 from ballast.policy.supply.staged_kv import staged_kv
 from ballast.policy.supply.streamed_layers import (
     layer_offers,
@@ -161,7 +161,7 @@ class Arbiter(MemoryPolicy):
                 home = bring_home(view, max(0, free - ahead.reserve))
             wake = None
             if self.prewarming and absences.gone and not home:
-                home, wake = prewarmed(ahead, free, absences.gone)
+                home, wake = choose_prewarm(ahead, free, absences.gone)
             return Decision(tuple(home), absences, wake)
         reserve = ahead.reserve if claims[0].weights else 0  # those of weights come first
         cleared = clear(view, claims, self._supply(ahead), reserve)

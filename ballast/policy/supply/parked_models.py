@@ -35,13 +35,13 @@ ROUNDING = 0.9
 
 
 class ParkedModels:
-    """Models with requests to park, each with as many segments as the claim lacks pages.
+    """Offers to park models that have requests, each with as many segments as a claim lacks pages.
 
-    Not the model of the first of all running requests, but for one that starves whose request came
-    before; nor one whose requests are more important than the claim's, nor one that would lose
-    about as much as the claim gains. It will be absent for as long as models with requests lately
-    were, and whatever makes way when it returns, in turn, too. A model that is absent already may
-    miss more.
+    Three kinds of models are not offered: that of the oldest running request (unless the claim is
+    of a starving model whose request is older still), those whose requests are more important than
+    the claim's, and those that would lose about as much as the claim gains. A parked model is
+    expected to be absent for as long as parked models lately were, and so is each model that makes
+    way when it returns. A model of which a part is absent already may give up more.
     """
 
     def __init__(self, ahead: Outlook) -> None:
@@ -49,7 +49,7 @@ class ParkedModels:
 
     @lazy_property
     def _able(self) -> list[tuple[ModelView, int]]:
-        """Models with requests whose weights may go, with the rank of these."""
+        """Models with requests whose weights may go, with the rank of their requests."""
         return [(m, m.derived(_rank)) for m in self._ahead.work.models if m.derived(evictable)]
 
     def cheapest(
@@ -79,11 +79,11 @@ class ParkedModels:
 
     @lazy_property
     def _parkings(self) -> list[tuple[ModelView, int, int, float]]:
-        """Models to park for KV of all requests that wait, and are to be expected, if these lose
-        more together: each with its requests' rank, its pages, and the harm of its absence.
+        """Models to park so that waiting and expected requests of others get KV, if these lose more
+        by waiting: (model, rank of its requests, pages, harm of its absence).
 
-        Where the requests to be expected need more KV than there is room for, it stays away
-        `FOREVER`, as whatever had made way for it would be missing then.
+        Where expected requests need more KV than there is room for, the absence counts as
+        `FOREVER`: bringing the model back would take the pages from them again.
         """
         ahead = self._ahead
         unserved = ahead.unserved
@@ -113,8 +113,8 @@ class ParkedModels:
         return [(m, r, pages, harm) for (m, r, pages, gain), harm in each if MARGIN * harm < gain]
 
     def _relief(self, lacking: int, lacked: int) -> Iterator[PricedOrBound]:
-        """Yield a bound of their prices, and the offers of `_parkings`: a claim pays the part of
-        the harm that its pages are of those that will be used."""
+        """Yield a lower bound of all prices, then the offers of `_parkings` by price. A claim pays
+        for its share of the pages that will be used."""
         backlog = self._ahead.backlog or 1
         yield self._least_harm * min(1.0, lacking / backlog) / lacked, None
         found = []
@@ -126,14 +126,14 @@ class ParkedModels:
 
     @property
     def _least_harm(self) -> float:
-        """Less than the harm of any of `_parkings`, each of which delays all requests of a model
+        """A lower bound of the harm of each of `_parkings`: all requests of a model are delayed
         for a turn at least."""
         ahead = self._ahead
         return ROUNDING * TIE * min(FOREVER, ahead.parked) * ahead.work.least_weight()
 
 
 def _parkable(m: ModelView) -> int:
-    """Return the pages of all segments but the last, with which the model would lose its KV."""
+    """Return the pages of all segments but the last: with that the model would lose its KV."""
     return sum(m.plan.parts[:-1])
 
 
@@ -150,7 +150,8 @@ def _lacks(m: ModelView) -> bool:
 def _turns(
     ahead: Outlook, able: Sequence[ModelView], claim: Claim, lacking: int
 ) -> Iterator[Offer]:
-    """Offer to park models for weights of the claim's, each if it loses less than that would."""
+    """Yield offers to park models for the weights of the claim's model: those whose harm, times
+    `MARGIN`, is less than what the claim gains."""
     parts = [(m, pages) for m in able if (pages := _segments(m, lacking))]
     for (m, pages), harm in zip(parts, _harms(ahead, parts, claim), strict=True):
         if MARGIN * harm < claim.gain:
@@ -169,8 +170,8 @@ def _park(m: ModelView, pages: int, claim: Claim) -> Reside:
 
 
 def _harms(ahead: Outlook, parts: Sequence[tuple[ModelView, int]], claim: Claim) -> Iterator[float]:
-    """Yield the harm of parking each of some models for a turn, with so many pages, and of those
-    that make way for its return."""
+    """Yield the harm of parking each (model, pages) for one turn, that of making way for its return
+    included."""
     models, copy = [m for m, _ in parts], ahead.copy_seconds
     absent = (m.residency is Residency.ABSENT for m in models)
     bases = [copy(m.missing_pages) if gone else 0.0 for m, gone in zip(models, absent, strict=True)]
@@ -186,8 +187,8 @@ def _harms(ahead: Outlook, parts: Sequence[tuple[ModelView, int]], claim: Claim)
 
 
 def _segments(m: ModelView, pages: int) -> int:
-    """Return the pages of the fewest segments, given up in order, that have `pages`; of all but the
-    last where those are fewer: with it the model would lose its KV."""
+    """Return the pages of the fewest segments, in their order, that have at least `pages` together.
+    The last segment is never counted: with it the model would lose its KV."""
     found = 0
     for part in m.plan.parts[:-1]:
         found += part

@@ -1,7 +1,7 @@
 """Bring weights of models without requests onto pages that nobody claims (as WarmServe does).
 
-They cede at once: weights of idle models are a source like any other, the less likely a request is
-the cheaper (`policy.supply.weights`).
+Prewarmed weights are the first to go when pages are needed: weights of idle models are offered like
+any other pages, the cheaper the less likely a request is (`policy.supply.weights`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from ballast.policy.plans import activation
 from ballast.policy.supply.weights import STAY, absences
 
 RESERVE = 0.1
-"""Part of the pages that stays free beside the KV to be expected."""
+"""Share of the pages that stays free beside the expected KV."""
 LIKELY = 0.1
-"""Least probability of a request for which a model comes whose absence makes nobody late."""
+"""Least probability of a request within `STAY` seconds at which a model is prewarmed though no
+request would be late without it."""
 LOOK_SECONDS = 1.0
-"""Interval at which models are looked at again while there is room for one."""
+"""Seconds until the next look while there is room for a model."""
 
 
-def prewarmed(
+def choose_prewarm(
     ahead: Outlook, free: int, gone: Collection[str]
 ) -> tuple[list[Action], float | None]:
-    """Return the activation of the absent model whose absence is expected to harm most, for its
-    pages, of those `gone` for which `free` pages suffice; and when to look again (None: with the
-    next event).
+    """Choose the absent model whose absence is expected to harm most per page, and activate it.
 
-    One at a time, and none while weights come that requests wait for: they would share the link.
+    `free`: free pages; `gone`: names of models whose weights are absent. Returns the activation, if
+    any, and when to look again (None: at the next event). One model at a time, and none while
+    another is activated: both would share the link.
     """
     view = ahead.view
     if any(m.residency is Residency.ACTIVATING for m in view.models):
@@ -54,8 +55,11 @@ def prewarmed(
 def _gains(
     ahead: Outlook, absent: list[ModelView], spare: int
 ) -> Iterator[tuple[float, ModelView]]:
-    """Yield models for which so many pages suffice with the harm of their absence, if that is more
-    than of one request's waiting for the copy, times `LIKELY`."""
+    """Yield (expected harm of its absence, model) for each that fits into `spare` pages.
+
+    Left out: those whose expected harm is below `LIKELY` times that of one request that waits for
+    the copy.
+    """
     now = ahead.now
     for m in absent:
         if m.missing_pages <= spare:

@@ -12,7 +12,7 @@ from ballast.core.capability import Capability
 from ballast.core.fleet import LeaseView
 from ballast.core.report import ModelReport
 from ballast.core.settings import Slo
-from ballast.server.model_loads import LoadNow
+from ballast.server.model_loads import LoadStatus
 from ballast.server.observe.latency import Quantiles
 
 Status = Literal["ok", "starting", "draining", "restarting", "lost"]
@@ -116,7 +116,7 @@ class ServerNow(msgspec.Struct, frozen=True):
     `refused`, if it was not carried out; `by`, where the preset did not decide; `device`, where
     there are several."""
     devices: list[DeviceNow]
-    loading: list[LoadNow] = []
+    loading: list[LoadStatus] = []
     """Models that have not been loaded yet, in the order in which they will be."""
     lending: list[Capability] = []
     """Whether and how one device can lend pages to another, for each pair of devices."""

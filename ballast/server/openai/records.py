@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from ballast.server.model_loads import LoadNow
+from ballast.server.model_loads import LoadStatus
 
 UNSET = msgspec.UNSET
 StopReason = str | int | msgspec.UnsetType
@@ -253,7 +253,7 @@ class ModelStatus(msgspec.Struct, omit_defaults=True):
     value: Literal["loaded", "loading", "evicted", "failed"]
     reason: str | None = None
     """Reason why the model failed."""
-    load: LoadNow | None = None
+    load: LoadStatus | None = None
     """How far the server has loaded it, for which its requests wait; null where it has."""
 
 

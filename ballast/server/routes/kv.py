@@ -41,7 +41,7 @@ def add_kv_routes(app: FastAPI, service: Service, checked: dict[str, Any]) -> No
     @app.patch("/admin/kv", **checked)
     async def resize(sizes: KvTierKeys) -> Response:
         if sizes.disk is not None and all(t["tier"] != Tier.DISK for t in _report()["tiers"]):
-            raise Fault(409, "there is no kv_disk, in the fleet file or any more", "refused")
+            raise Fault(409, "no kv_disk: the fleet file sets none, or it failed", "refused")
         kept.resize(sizes.host, sizes.disk)
         return answered(_report())
 

@@ -72,7 +72,7 @@ class RankOnThreads(RemoteRank):
             target=rank_process.serve_first_rank, args=(*self._theirs, make), daemon=True
         ).start()
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         return "a thread"
 
     def close(self) -> None:

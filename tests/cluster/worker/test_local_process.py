@@ -25,7 +25,7 @@ def test_a_process_that_ends_as_it_is_killed_is_closed(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(process._process, "kill", gone)
         await process.close(0.0)
-        assert process.epitaph() == "killed by signal 9"
+        assert process.exit_reason() == "killed by signal 9"
         assert process.in_flight() == frozenset()
 
     asyncio.run(scenario())

@@ -101,7 +101,7 @@ def test_requests_are_answered_and_the_worker_leaves_in_peace() -> None:
             assert tokens([o for o in result if o.request_id == "2"]) == [10, 11]
             assert tokens(await all_of(two)) == [10, 11, 12, 10, 11]
             assert controller.devices.open_requests == 0
-        assert worker.epitaph() == "exit code 0"
+        assert worker.exit_reason() == "exit code 0"
         assert not worker.directory.exists()
 
     asyncio.run(scenario())
@@ -127,7 +127,7 @@ def test_a_device_that_is_lost_ends_its_worker_and_requests_go_on_in_the_next() 
             assert tokens(answer) == [10, 11, 12, 10]
             assert isinstance(answer[-1], FinishedOutput)
             assert controller.devices.restarts == 1
-        assert worker.epitaph() == "exit code 1"
+        assert worker.exit_reason() == "exit code 1"
 
     asyncio.run(scenario())
 
@@ -228,7 +228,7 @@ def test_a_start_can_be_given_up() -> None:
         starting.cancel()
         await asyncio.wait({starting})
         await controller.close(10.0)
-        assert worker.epitaph() == "killed by signal 9"
+        assert worker.exit_reason() == "killed by signal 9"
         assert not worker.directory.exists()
 
     asyncio.run(scenario())
