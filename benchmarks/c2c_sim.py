@@ -22,8 +22,7 @@ from ballast.bench.run_options import workload_of
 from ballast.core.errors import ConfigError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
-from ballast.policy.fleet.fixed_placement import FixedPlacement
-from ballast.policy.fleet.random_placement import RandomPlacement
+from ballast.policy.fleet.fixed_placement import FixedPlacement, RandomPlacement
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import SERVED, Kind, parse_kinds
 from ballast.sim.cluster_files import ClusterFiles
