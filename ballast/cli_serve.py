@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = getLogger(__name__)
 
+UNCHANGED_SECONDS = 10.0
+"""Time after which the log of a start repeats a line that is still true."""
+
 
 def doctor(
     fleet_file: Annotated[
@@ -144,7 +147,7 @@ def serve(
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
     source = FleetSource(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    with lines_to(lambda line: log.info("%s", line)) as lines:
+    with lines_to(lambda line: log.info("%s", line), UNCHANGED_SECONDS) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
         hosts_http = _hosts_http(hosts_http, reading.fleet)  # whatever is read again: `adjust`

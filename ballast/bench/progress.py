@@ -18,7 +18,7 @@ from rich.progress import Progress as RichProgress
 
 EVERY, TICK = 1.5, 0.5
 """Seconds between two lines where there is no terminal, and between two looks whether one is due:
-together, the longest silence."""
+together, the longest silence where a line is due even if nothing has changed."""
 _BAR = 30
 """Cells: the rest of 80 is for words."""
 
@@ -59,9 +59,10 @@ def shown(console: Console | None = None) -> Iterator[Progress]:
 
 
 @contextmanager
-def lines_to(write: Callable[[str], object]) -> Iterator[Lines]:
-    """Have a thread `write` lines of progress meanwhile, whenever one is due."""
-    lines = Lines(write)
+def lines_to(write: Callable[[str], object], unchanged: float = EVERY) -> Iterator[Lines]:
+    """Have a thread `write` lines of progress meanwhile, whenever one is due; `unchanged` as of
+    `Lines`."""
+    lines = Lines(write, unchanged=unchanged)
 
     def tick() -> None:
         while not lines.over.wait(TICK):
@@ -98,15 +99,20 @@ def _bars(console: Console) -> Iterator[Progress]:
 
 class Lines:
     """Write plain lines of progress: the current task, at every `tick` that comes `EVERY` seconds
-    after the line before; and each task that took longer than that, when it ends."""
+    after the line before; and each task that took longer than that, when it ends.
+
+    `unchanged`: seconds after which a line that says nothing new is due."""
 
     def __init__(
-        self, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
+        self,
+        write: Callable[[str], object],
+        now: Callable[[], float] = time.monotonic,
+        unchanged: float = EVERY,
     ) -> None:
-        self._write, self._now = write, now
+        self._write, self._now, self._unchanged = write, now, unchanged
         self._lock = threading.Lock()
         self._began: dict[str, float] = {}
-        self._line = ""
+        self._line = self._written = ""
         self._what = ""
         self._written_at = now()
         self._finished = True
@@ -128,11 +134,12 @@ class Lines:
         """Write a line if one is due."""
         with self._lock:
             settled = self._finished or self.over.is_set()
-            if self._what and not settled and self._now() - self._written_at >= EVERY:
+            wait = self._unchanged if self._line == self._written else EVERY
+            if self._what and not settled and self._now() - self._written_at >= wait:
                 self._write_line()
 
     def _write_line(self) -> None:
-        self._written_at = self._now()
+        self._written_at, self._written = self._now(), self._line
         self._write(f"{self._line}, {self._written_at - self._began[self._what]:.0f} s")
 
 

@@ -120,6 +120,11 @@ class ModelSpec(ModelLevels):
     segment_bytes: tuple[int, ...]
     """Packed bytes of each segment, in load order: embeddings, layer 0 .. n-1, head (if untied),
     then one for each adapter."""
+    parameters: int = 0
+    """Number of parameters, without adapters; 0: unknown."""
+    stored_in: str = ""
+    """Type in which the checkpoint has most of them: `BF16`, a format of quantised safetensors as
+    `AWQ int4`, or one of a GGUF file as `GGUF Q4_K`; empty: unknown."""
     fingerprint: str
     """Hex digest over config, dtype and tensors; salts the prefix cache."""
     segment_digests: tuple[str, ...] = ()

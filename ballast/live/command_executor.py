@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ballast.core.actions import Join, Leave, LoopCommand, ReleaseMemory
 from ballast.core.command import Add, CommandOutcome, DeviceCommand, Remove
-from ballast.core.errors import BallastError, DeviceError
+from ballast.core.errors import BallastError, ConfigError, DeviceError
 from ballast.core.event import CommandEvent, Event
 from ballast.core.fleet_state import OPERATOR
 from ballast.core.model import ModelSpec
@@ -26,6 +26,7 @@ from ballast.core.units import ceil_div
 from ballast.engine.build import Hosted, build_newcomer
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
+from ballast.engine.sizing import check_room
 from ballast.engine.state import DeviceState
 from ballast.live.hosted_models import HostedModels
 from ballast.live.machine import Machine
@@ -162,6 +163,11 @@ class CommandExecutor:
     def _join(self, host: HostModel, by: str) -> None:
         """Build the model's engine state here, since it takes time, and have the loop add it."""
         device, name = self._device, host.spec.name
+        try:  # its executors could not even be made where its activations alone have no room
+            in_place = device.state.weights_in_place
+            check_room(host.spec, [], device.state.settings, in_place=in_place)
+        except ConfigError as error:
+            raise CommandRefused(str(error)) from error
         hosted = Hosted(host.spec, host.addresses)
         m, new = build_newcomer(device.state, hosted, device.machine.copy)
         try:

@@ -22,7 +22,7 @@ class OperatorSignals:
     def __init__(self, *, restarts: bool = False) -> None:
         """`restarts`: whether SIGUSR2 starts the process again."""
         self._restarts = restarts
-        self._restarting = False
+        self.restarting = False
         """Whether the process is started again once it has drained."""
         self.listener: socket.socket | None = None
         """Listening socket that stays open over a restart; None: no restart."""
@@ -58,17 +58,17 @@ class OperatorSignals:
     def keep_listening(self, listener: socket.socket) -> bool:
         """Keep a copy of `listener` open over a restart, so that new clients wait. Returns whether
         there is a restart."""
-        if self._restarting:
+        if self.restarting:
             self.listener = listener.dup()
-        return self._restarting
+        return self.restarting
 
     def _restart(self) -> None:
         if not self.to_stop.is_set():
-            self._restarting = True
+            self.restarting = True
             self.to_stop.set()
 
     def _stop(self) -> None:
-        self._restarting = False
+        self.restarting = False
         if self.listener is not None:
             self.listener.close()
             self.listener = None

@@ -311,7 +311,8 @@ async def _announce_loaded(
 async def _drain(service: Service, gate: Gate, operator: OperatorSignals) -> None:
     """Accept no new requests, wait for the open ones, and fail those left."""
     gate.draining = True
-    log.warning("draining: %d requests are open", gate.open)
+    then = "; a restart follows" if operator.restarting else ""
+    log.warning("draining: %d requests are open%s", gate.open, then)
     idle = asyncio.ensure_future(gate.idle.wait())
     hopeless = asyncio.ensure_future(_fail_waiting(service))
     with contextlib.suppress(TimeoutError):

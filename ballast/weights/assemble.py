@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ballast.core.errors import CheckpointError, UnsupportedModel
+from ballast.fleet.gguf_header import BLOCK_PREFIX, SUFFIX
 from ballast.kernels import quantised
 from ballast.kernels.quantised import PackedRows
 from ballast.weights.architecture import Architecture
@@ -73,6 +75,17 @@ class Recipe:
                 found.append(Run(run.source, run.start + first - at, last - first))
             at += run.n
         return tuple(found)
+
+
+def parameters_by_type(plan: Mapping[str, Recipe]) -> dict[str, int]:
+    """Count the elements read by recipes, by the type that they are stored in and in its order:
+    `BF16`, `AWQ int4`, or of a GGUF file `GGUF Q4_K`."""
+    counts: Counter[str] = Counter()
+    for run in (run for recipe in plan.values() for run in recipe.runs):
+        name = run.source.dtype.removeprefix(BLOCK_PREFIX)
+        prefix = BLOCK_PREFIX if run.source.path.suffix == SUFFIX else ""
+        counts[prefix + name] += run.n
+    return dict(sorted(counts.items()))
 
 
 def stack(parts: Sequence[Recipe]) -> Recipe:

@@ -308,6 +308,8 @@ def _spec(settings: ModelSettings, manifest: Manifest, ranks: int) -> ModelSpec:
         max_model_len=manifest.max_model_len,
         block_tokens=settings.block_tokens or BLOCK_TOKENS,
         segment_bytes=tuple(s.n_bytes for s in manifest.segments),
+        parameters=sum(manifest.stored.values()),
+        stored_in=max(manifest.stored, key=manifest.stored.__getitem__, default=""),
         fingerprint=manifest.fingerprint + kept,
         segment_digests=(),
         eos_token_ids=manifest.eos,

@@ -26,7 +26,7 @@ from ballast.isolation.limits import Limits
 from ballast.kernels.panel_forms import rounded
 from ballast.weights import packing
 from ballast.weights.architecture import Architecture
-from ballast.weights.assemble import READABLE, Recipe, recipes
+from ballast.weights.assemble import READABLE, Recipe, parameters_by_type, recipes
 from ballast.weights.config import (
     check_layers,
     config_of,
@@ -86,6 +86,8 @@ class Manifest:
     pooling: str
     plan: dict[str, Recipe]
     """How to read each tensor of the architecture, by its first name."""
+    stored: dict[str, int]
+    """Parameters of the whole model by the type that they are stored in, by its name."""
     segments: tuple[Segment, ...]
     fused: bool
     recipe: DecoderRecipe | None
@@ -122,8 +124,7 @@ def read_manifest(reading: ManifestRequest) -> Manifest:
 def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
     from ballast.weights.encoder import encoder_pooling  # its imports take seconds
 
-    values = read_config(directory)
-    config = config_of(values)
+    config = config_of(values := read_config(directory))
     stored = find_tensors(directory)
     check_layers(config, directory, len(stored))
     pooling = encoder_pooling(directory, config, values)
@@ -138,7 +139,7 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
     if untied := not pooling and architecture.tied and _heads_differ(architecture, found):
         architecture = _inspected(settings, config_of(values, untied=True), length)
     plan = _match(architecture, found, directory)
-    dtype = _choose_dtype(settings, plan)
+    dtype, stored_in = _choose_dtype(settings, plan), parameters_by_type(plan)
     if shard == WHOLE:
         segments, fused = _layout(settings, architecture, dtype, plan)
     else:
@@ -170,6 +171,7 @@ def _read(settings: ModelSettings, directory: Path, shard: Shard) -> Manifest:
         generates=not (pooling or (headless and embeds)),
         pooling=pooling,
         plan=plan,
+        stored=stored_in,
         segments=segments,
         fused=fused,
         recipe=architecture.recipe if fused else None,

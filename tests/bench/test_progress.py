@@ -12,10 +12,10 @@ from ballast.bench.progress import EVERY, TICK, Lines, shown
 class Clocked:
     """Lines by a clock of the test's."""
 
-    def __init__(self) -> None:
+    def __init__(self, unchanged: float = EVERY) -> None:
         self.written: list[str] = []
         self.now = 100.0
-        self.lines = Lines(self.written.append, lambda: self.now)
+        self.lines = Lines(self.written.append, lambda: self.now, unchanged)
 
     def wait(self, seconds: float) -> list[str]:
         """What is written meanwhile."""
@@ -39,6 +39,15 @@ def test_what_takes_long_is_said_again_and_again() -> None:
     ]
     assert len(clocked.wait(60.0)) == 60 / EVERY  # at least one in any two seconds
     assert EVERY + TICK <= 2.0
+
+
+def test_what_has_not_changed_can_be_said_less_often() -> None:
+    clocked = Clocked(unchanged=10.0)
+    clocked.lines.at("loading", 0, 8)
+    assert clocked.wait(11.0) == ["loading: 0 of 8, 2 s"]
+    assert clocked.wait(0.5) == ["loading: 0 of 8, 12 s"]
+    clocked.lines.at("loading", 1, 8)
+    assert clocked.wait(3.0) == ["loading: 1 of 8, 13 s"]
 
 
 def test_what_is_done_is_said_once_and_what_was_quick_is_not() -> None:

@@ -218,6 +218,21 @@ def test_a_wider_model_gets_a_larger_arena_or_is_refused(
         validate(server)
 
 
+def test_a_device_too_small_for_its_activations_says_what_it_needs(paths: dict[str, Path]) -> None:
+    with InProcess(fleet(paths, "base")) as server:
+        arena = server.device.state.arena.pages * 64 * KiB
+    wider = {
+        **paths,
+        "wider": make_llama(paths["wide"].parent / "wider", 3, intermediate_size=1 << 15),
+    }
+    small = replace(fleet(paths, "base").device, budget_bytes=arena + 1 * MiB)
+    with InProcess(replace(fleet(paths, "base"), device=small)) as server:
+        outcome = ordered(server, Add(settings(wider, "wider")))
+        assert outcome.code == "refused"
+        assert "wider needs a device of at least" in outcome.reason
+        validate(server)
+
+
 def test_what_cannot_be_added_says_why(paths: dict[str, Path], tmp_path: Path) -> None:
     broken = make_llama(tmp_path / "broken", 5)
     (file,) = broken.glob("*.safetensors")

@@ -155,7 +155,12 @@ def test_requests_that_come_during_a_restart_wait_for_it(echo_file: Path) -> Non
         held = Background(restarting, stream=True)
         until(lambda: bool(held.lines))
         restarting.signal(signal.SIGUSR2)
-        until(lambda: any("draining: 1 requests" in line for line in restarting.lines))
+        until(
+            lambda: any(
+                "draining: 1 requests are open; a restart follows" in line
+                for line in restarting.lines
+            )
+        )
         later = Background(restarting, stream=True, seed=0)
         assert restarting.http.post("/v1/completions", json=body(False, 0)).status_code == 200
         later.join()

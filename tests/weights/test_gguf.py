@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import struct
@@ -93,6 +94,9 @@ def test_stays_packed(
     if kind not in ("F32", "BF16"):  # panels of the tiny embedding are padded to 320 tokens of 260
         assert in_memory < 1.13 * in_file
     assert 0.9 < in_memory / estimated < 1.1
+    assert served.spec.stored_in == f"GGUF {kind}"
+    names = find_tensors(served.host.directory)
+    assert served.spec.parameters == sum(math.prod(t.shape) for t in names.values())
 
 
 @pytest.mark.parametrize("kind", UNPACKED)

@@ -59,8 +59,12 @@ def compare(path: Path, model: Any, **settings: Any) -> Served:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_stays_packed(name: str, tmp_path: Path) -> None:
-    served = compare(tmp_path, make(tmp_path, name), **PACKED)
+    model = make(tmp_path, name)
+    served = compare(tmp_path, model, **PACKED)
     assert served.host.fused
+    assert served.spec.parameters == sum(p.numel() for p in model.parameters())
+    types = quantised_types(find_tensors(tmp_path).values())
+    assert served.spec.stored_in in {kind for kind, _ in types}
     matrices = [t for s in served.host.segments[1:-1] for t in s.tensors if len(t.shape) == 2]
     assert all(t.form for t in matrices)
     bits = max(form_of_name(t.form).bits for t in matrices)

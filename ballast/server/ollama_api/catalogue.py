@@ -9,6 +9,7 @@ from typing import Any
 from ballast.core.errors import BallastError
 from ballast.core.model import ModelSpec
 from ballast.core.settings import FleetSettings
+from ballast.fleet.gguf_header import BLOCK_PREFIX
 from ballast.server.ollama_api.records import ModelDetails, ShownModel, TaggedModel
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.weights.config import CONFIG, read_json
@@ -20,20 +21,22 @@ _LEVELS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 
 
 def details(spec: ModelSpec, family: str) -> ModelDetails:
-    """Describe a model as it is served, whatever form its files have."""
-    level, _ = _LEVELS.get(spec.dtype, (spec.dtype, 2))
+    """Describe a model: its files' format and type, and how many parameters it has."""
+    level = spec.stored_in.removeprefix(BLOCK_PREFIX)
     return ModelDetails(
         parent_model=spec.base or "",
-        format="safetensors",
+        format="safetensors" if level == spec.stored_in else "gguf",
         family=family,
         families=[family] if family else [],
         parameter_size=_in_words(parameters(spec)),
-        quantization_level=level,
+        quantization_level=level or _LEVELS.get(spec.dtype, (spec.dtype, 2))[0],
     )
 
 
 def parameters(spec: ModelSpec) -> int:
-    """Return the number of a model's parameters, from the bytes that they take."""
+    """Return the number of a model's parameters; where it is unknown, from the bytes they take."""
+    if spec.parameters:
+        return spec.parameters
     _, each = _LEVELS.get(spec.dtype, ("", 2))
     return sum(spec.segment_bytes) // each
 
