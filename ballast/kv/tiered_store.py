@@ -1,12 +1,14 @@
 """Extend the host store by a disk: blocks are written behind, and staged for those who need them.
 
 Used by the server's broker and by `live.own_store`. Without a disk it is the host store alone.
+
+A block that waits for its write stays on the host until then, unless half of the tier waits: so
+what leaves the host is on disk, or the disk had no time or no room for it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from pathlib import Path
 
@@ -42,8 +44,11 @@ class TieredStore(HostStore):
         super().__init__(directory, cells)
         self._unopened = unopened
         self._disk, self._memory = disk, cells
-        self._behind: deque[bytes] = deque()
-        """Blocks that have landed on the host and are to be written."""
+        self._behind: dict[bytes, int] = {}
+        """Blocks that have landed on the host and are to be written, in this order; bytes of those
+        that stay there until then, 0 for others."""
+        self._waiting_bytes = 0
+        """Sum of these bytes."""
         self._is_writing = False
         shelf = directory.shelves.get(Tier.DISK)
         self._most_disk = 0 if shelf is None else shelf.capacity
@@ -82,7 +87,7 @@ class TieredStore(HostStore):
     def land(self, owner: Hashable, name: bytes, checksum: int) -> None:
         super().land(owner, name, checksum)
         if self._uses_disk and self.directory.has(name, Tier.HOST):
-            self._behind.append(name)
+            self._keep_until_written(name)
             self._write_behind()
 
     def stage(self, model: str, names: Sequence[bytes], ended: Callable[[], object]) -> None:
@@ -109,6 +114,8 @@ class TieredStore(HostStore):
 
     def scrub(self, *, model: str | None = None, tenant: str | None = None) -> int:
         names = self._scrub(model, tenant)
+        for name in names:
+            self._unqueue(name)
         self._delete(names)
         return len(names)
 
@@ -126,6 +133,8 @@ class TieredStore(HostStore):
     def close(self) -> None:
         """Write what can be written in a few seconds, and give the memory back."""
         if self._disk is not None:
+            while self._uses_disk and (batch := self._next_batch()):
+                self._disk.write(batch, lambda names: None)
             self._disk.close(LAST_SECONDS)
         self._memory.close()
 
@@ -175,25 +184,51 @@ class TieredStore(HostStore):
         self._delete(gone)
         log.info("%d blocks of KV are on disk", len(self.directory))
 
+    def _keep_until_written(self, name: bytes) -> None:
+        """Have a block that has landed written, and keep it on the host until then, unless half of
+        the tier is kept so: what comes next needs room, too."""
+        block = self.directory.block(name)
+        waiting = self._waiting_bytes + block.n_bytes
+        if name not in self._behind and 2 * waiting <= self.directory.shelves[Tier.HOST].capacity:
+            self._behind[name], self._waiting_bytes = block.n_bytes, waiting
+            self._read_for_disk(block)
+        else:
+            self._behind.setdefault(name, 0)
+
+    def _unqueue(self, name: bytes) -> None:
+        """Let a block make way that was kept until it is written."""
+        if n_bytes := self._behind.pop(name, 0):
+            self._waiting_bytes -= n_bytes
+            self.release(_DISK, (name,))
+
+    def _read_for_disk(self, block: KvBlock) -> Runs:
+        """Keep a block on the host until `release`; returns its cells."""
+        self.directory.promote(block.model, (block.name,), Tier.HOST)
+        return self._use(_DISK, block.name)
+
     def _write_behind(self) -> None:
         """Begin to write the next blocks that have landed, unless a write is under way."""
         if self._is_writing or self._disk is None:
             return
-        batch: list[DiskBlock] = []
-        while self._behind and len(batch) < BATCH:
-            name = self._behind.popleft()
-            checksum = self.directory.checksum(name, Tier.HOST)
-            if checksum is None:
-                continue  # it has made way before it was written
-            block = self.directory.block(name)
-            demotion = self.directory.demote(block, Tier.DISK)
-            self._delete([gone.name for gone in demotion.gone])
-            if demotion.room:
-                self.directory.promote(block.model, (name,), Tier.HOST)
-                batch.append(DiskBlock(block, self._use(_DISK, name), checksum))
+        batch = self._next_batch()
         if batch:
             self._is_writing = True
             self._disk.write(batch, lambda names: self._written(batch, names))
+
+    def _next_batch(self) -> list[DiskBlock]:
+        """Take the next blocks that are to be written, and for which the disk has room."""
+        batch: list[DiskBlock] = []
+        while self._behind and len(batch) < BATCH:
+            name = next(iter(self._behind))
+            checksum = self.directory.checksum(name, Tier.HOST)
+            if checksum is not None:  # else it has made way, as too many waited
+                block = self.directory.block(name)
+                demotion = self.directory.demote(block, Tier.DISK)
+                self._delete([gone.name for gone in demotion.gone])
+                if demotion.room:
+                    batch.append(DiskBlock(block, self._read_for_disk(block), checksum))
+            self._unqueue(name)
+        return batch
 
     def _written(self, batch: Sequence[DiskBlock], names: Collection[bytes]) -> None:
         """End a write, of which the blocks `names` are on disk."""
@@ -250,6 +285,7 @@ class TieredStore(HostStore):
     def _lose_failed(self) -> None:
         """List nothing on a disk that was given up."""
         if self._disk is not None and self._disk.fault:
-            self._behind.clear()
+            for name in list(self._behind):
+                self._unqueue(name)
             for name in list(self.directory.shelves[Tier.DISK]):
                 self.directory.drop(name, Tier.DISK)

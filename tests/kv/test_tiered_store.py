@@ -55,12 +55,24 @@ class Opened:
 
     def put(self, blocks: list[KvBlock]) -> None:
         """Store blocks, each with bytes of its own, and have them written."""
+        assert self.land(blocks) == len(blocks)
+        self.settle()
+
+    def land(self, blocks: list[KvBlock]) -> int:
+        """Store blocks on the host, as far as there is room; until `turn` only the first is written
+        to disk. Returns how many there was room for."""
+        n = 0
         for block in blocks:
             (runs,) = self.store.reserve("w", [block])
-            assert runs is not None
-            data = content(block)
-            self.cells.write(runs, data)
-            self.store.land("w", block.name, zlib.crc32(data))
+            if runs is not None:
+                n += 1
+                data = content(block)
+                self.cells.write(runs, data)
+                self.store.land("w", block.name, zlib.crc32(data))
+        return n
+
+    def settle(self) -> None:
+        """Have all be written that waits for the disk."""
         while self.store._is_writing:
             self.turn()
 
@@ -117,6 +129,43 @@ def test_kv_is_found_again_after_a_restart(path: Path) -> None:
         assert second.store.look_up(MODEL, names(blocks)) == "d" * 10
         assert second.got(blocks) == [content(b) for b in blocks[:10]]
         assert second.store.look_up(MODEL, names(blocks)) == "h" * 10
+
+
+def test_what_leaves_the_host_before_it_could_be_written_is_written_first(path: Path) -> None:
+    """Up to half of the host tier; the rest is for what comes next."""
+    waiting, others = chain("a", 8), [chain(f"x{i}", 1)[0] for i in range(40)]
+    with opened(path, host=16) as made:
+        made.land(waiting)
+        assert made.land(others) == 40, "there is room for what comes next"
+        assert made.got(waiting[1:]) == [content(b) for b in waiting[1:]]
+        assert made.store.counts.evicted == 32
+        made.settle()
+        assert all(made.store.directory.has(b.name, Tier.DISK) for b in waiting)
+        made.store.resize(0)
+        assert made.store.look_up(MODEL, names(waiting)) == "d" * 8
+        assert made.store._waiting_bytes == 0
+
+
+def test_what_waits_for_the_disk_is_written_as_the_server_ends(path: Path) -> None:
+    blocks = chain("a", 70)
+    with opened(path, host=100, disk=200) as made:
+        made.land(blocks)
+    with opened(path, host=100, disk=200) as made:
+        assert made.got(blocks) == [content(b) for b in blocks]
+
+
+def test_what_waits_for_the_disk_is_scrubbed_and_lost_with_it(path: Path) -> None:
+    with opened(path) as made:
+        made.land(chain("a", 7))
+        made.store.scrub(model="finger")
+        assert made.cells.used == 1, "the disk's thread reads it"
+        made.settle()
+        assert made.cells.used == made.store._waiting_bytes == 0
+        made.land(chain("b", 7))
+        made.store.give_up_disk("it does not answer")
+        assert made.store._waiting_bytes == 0
+        made.settle()
+        assert made.land([chain(f"x{i}", 1)[0] for i in range(16)]) == 16
 
 
 def test_it_is_bounded(path: Path) -> None:
