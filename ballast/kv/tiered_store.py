@@ -19,7 +19,7 @@ from ballast.kv.disk_file import DiskFile, is_left
 from ballast.kv.disk_tier import BATCH, DiskBlock, DiskTier, Post
 from ballast.kv.host_store import HostStore
 from ballast.kv.tier_shelf import KvBlock
-from ballast.memory.cell_book import CELL_BYTES
+from ballast.memory.cell_book import CELL_BYTES, Runs
 from ballast.memory.host_cells import HostCells
 
 log = logging.getLogger(__name__)
