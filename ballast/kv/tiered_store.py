@@ -9,7 +9,7 @@ what leaves the host is on disk, or the disk had no time or no room for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ballast.core.errors import DeviceError
@@ -30,6 +30,36 @@ LAST_SECONDS = 5.0
 """Bound of the seconds for which a store that closes goes on writing."""
 
 
+class _WaitingWrites:
+    """Blocks that have landed on the host and are to be written, in this order."""
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        """Bytes of those that stay on the host until they are written."""
+        self._kept: dict[bytes, int] = {}
+        """Bytes of each that stays there, 0 for others."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._kept)
+
+    def add(self, name: bytes, kept_bytes: int) -> bool:
+        """Add a block; returns False if it waits already."""
+        if name in self._kept:
+            return False
+        self._kept[name] = kept_bytes
+        self.kept_bytes += kept_bytes
+        return True
+
+    def remove(self, name: bytes) -> bool:
+        """Remove a block, if it waits; returns whether it was to stay on the host."""
+        n_bytes = self._kept.pop(name, 0)
+        self.kept_bytes -= n_bytes
+        return n_bytes > 0
+
+
 class TieredStore(HostStore):
     """Blocks in the host's memory and on its disk. Used by one thread at a time."""
 
@@ -44,11 +74,7 @@ class TieredStore(HostStore):
         super().__init__(directory, cells)
         self._unopened = unopened
         self._disk, self._memory = disk, cells
-        self._behind: dict[bytes, int] = {}
-        """Blocks that have landed on the host and are to be written, in this order; bytes of those
-        that stay there until then, 0 for others."""
-        self._waiting_bytes = 0
-        """Sum of these bytes."""
+        self._behind = _WaitingWrites()
         self._is_writing = False
         shelf = directory.shelves.get(Tier.DISK)
         self._most_disk = 0 if shelf is None else shelf.capacity
@@ -188,17 +214,14 @@ class TieredStore(HostStore):
         """Have a block that has landed written, and keep it on the host until then, unless half of
         the tier is kept so: what comes next needs room, too."""
         block = self.directory.block(name)
-        waiting = self._waiting_bytes + block.n_bytes
-        if name not in self._behind and 2 * waiting <= self.directory.shelves[Tier.HOST].capacity:
-            self._behind[name], self._waiting_bytes = block.n_bytes, waiting
+        half = self.directory.shelves[Tier.HOST].capacity // 2
+        kept = block.n_bytes if self._behind.kept_bytes + block.n_bytes <= half else 0
+        if self._behind.add(name, kept) and kept:
             self._read_for_disk(block)
-        else:
-            self._behind.setdefault(name, 0)
 
     def _unqueue(self, name: bytes) -> None:
         """Let a block make way that was kept until it is written."""
-        if n_bytes := self._behind.pop(name, 0):
-            self._waiting_bytes -= n_bytes
+        if self._behind.remove(name):
             self.release(_DISK, (name,))
 
     def _read_for_disk(self, block: KvBlock) -> Runs:
