@@ -13,12 +13,12 @@ host (as LMCache, HiCache); `none`, `balloon` without. `--copied`: also a row `c
 whose passes read copies of borrowed KV, which the link between devices brings through two slots of
 a layer each, as in the paper; elsewhere they read it where it is mapped, and the link has its pace.
 The slots are part of the first device's memory. (`--quick`: one round of 20 s of each, four
-minutes; else two rounds of 45 s, and the sweep: twelve minutes. First turns, and starts of workers,
-come before these.)
+minutes; else two rounds of 45 s, and the sweep: thirteen minutes. First turns, 20 s, and starts of
+workers come before these.)
 
 Conversations are drawn, or with `--trace` sessions of a trace (Mooncake's, or of coding agents),
-with lengths scaled to the context, and their first requests left out; the second model's requests
-are always drawn.
+with lengths scaled to the context, and requests of the first 20 s left out; the second model's
+requests are always drawn.
 
 - `p99_ttft_over_host_offload`: of the conversations (the paper: 0.31 to 0.46).
 - `lender_slowdown`: median TPOT of the second model over `unlent`, less 1 (goal 0.05).
@@ -79,8 +79,11 @@ SESSIONS, FIT = 8, 3
 """Conversations, and how many of them the first device's KV memory holds."""
 HISTORY = 1500
 """Tokens of a conversation, on average."""
-FIRST = 2
-"""Turns of each conversation that are served before any is measured, as in the paper."""
+FIRST, APART = 2, 1.25
+"""Turns of each conversation that are served before any is measured, as in the paper, and seconds
+between them: the fleet policy, which looks once a second, sees each."""
+BEGINS = FIRST * SESSIONS * APART
+"""Seconds after which requests count."""
 LOAD = 0.4
 """Requests per second times the seconds in which a whole history is computed, for each model."""
 STEP = 512
@@ -198,8 +201,7 @@ def _prefill_seconds(server: InProcess, seed: int) -> float:
 
 
 def conversations(seconds: float, rate: float, seed: int) -> list[WorkloadRequest]:
-    """Turns of `SESSIONS` conversations at random, after `FIRST` turns of each in order, which come
-    twice as fast."""
+    """Turns of `SESSIONS` conversations at random, after `FIRST` turns of each in order."""
     rng = random.Random(seed)
     lengths = [rng.randrange(HISTORY // 2, 3 * HISTORY // 2) for _ in range(SESSIONS)]
     found: list[WorkloadRequest] = []
@@ -221,7 +223,7 @@ def conversations(seconds: float, rate: float, seed: int) -> list[WorkloadReques
                 block_tokens=16,
             )
         )
-        at += 0.5 / rate if first else rng.expovariate(rate)
+        at += APART if first else rng.expovariate(rate)
     return found
 
 
@@ -238,7 +240,7 @@ def traced(path: Path, seconds: float, rate: float) -> list[WorkloadRequest]:
 
 def workload(args: argparse.Namespace, rate: float, seconds: float, seed: int) -> Workload:
     """The requests of `seconds`, after first turns."""
-    seconds += 0.5 * FIRST * SESSIONS / rate
+    seconds += BEGINS
     rng = random.Random(seed)
     short: list[WorkloadRequest] = []
     at = 0.0
@@ -289,11 +291,9 @@ def p99(runs: Sequence[Ran]) -> float | None:
 
 
 def later(runs: Sequence[Ran], model: str) -> list[RequestRecord]:
-    found = []
-    for ran in runs:
-        records = [r for r in ran.servers.report.records if r.model == model]
-        found += sorted(records, key=lambda r: r.at)[FIRST * SESSIONS if model == LONG else 0 :]
-    return found
+    """Requests of a model that count."""
+    records = (r for ran in runs for r in ran.servers.report.records)
+    return [r for r in records if r.model == model and r.at >= BEGINS]
 
 
 def tpot(runs: Sequence[Ran]) -> float | None:
@@ -328,7 +328,7 @@ def main() -> None:
             return 0.0
 
         run(
-            setting, "swiftcache", workload(args, rate, 5.0, 0), scratch
+            setting, "swiftcache", workload(args, rate, 0.0, 0), scratch
         )  # kernels are compiled, chosen
         interleave({row: partial(once, row) for row in rows}, rounds)
         swept = {
