@@ -263,6 +263,7 @@ class TieredStore(HostStore):
                 self.directory.land(name, Tier.DISK, b.checksum)
             else:
                 self.directory.drop(name, Tier.DISK)
+        self._fit()  # the host tier may have been made smaller than what waited
         if self._disk is not None and not self._disk.has_room:
             self._disk.has_room = True
             self._shrink_disk(sum(b.block.n_bytes for b in batch))

@@ -139,10 +139,11 @@ def test_what_leaves_the_host_before_it_could_be_written_is_written_first(path: 
         assert made.land(others) == 40, "there is room for what comes next"
         assert made.got(waiting[1:]) == [content(b) for b in waiting[1:]]
         assert made.store.counts.evicted == 32
-        made.settle()
-        assert all(made.store.directory.has(b.name, Tier.DISK) for b in waiting)
         made.store.resize(0)
+        assert made.store.look_up(MODEL, names(waiting)) == "h" * 8, "it has not been written yet"
+        made.settle()
         assert made.store.look_up(MODEL, names(waiting)) == "d" * 8
+        assert not made.store.directory.shelves[Tier.HOST]
         assert made.store._behind.kept_bytes == 0
 
 
