@@ -21,6 +21,7 @@ Packages from `engine` up may import it; `engine`, `cluster` and `bench` do. It 
 - `parallel`: Package: tensor-parallel ranks, and the exchange of tensors between them.
 - `pooled_states`: Recurrent states of sequences, in the blocks of their KV.
 - `profile_run`: Measure the activation memory of a model's jobs when it is loaded.
+- `routed_experts`: Which experts the layers of a module route rows to.
 - `tokenizer_trial`: Load a tokenizer in a limited child process on trial.
 - `transformers`: The executor of any decoder that `transformers` supports, on CPU.
 """

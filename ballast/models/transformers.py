@@ -22,6 +22,7 @@ from ballast.models.executor import ModelExecutor, Rows
 from ballast.models.layer_arrays import LayerArray
 from ballast.models.module import layers_of, placed
 from ballast.models.pooled_states import PooledStates
+from ballast.models.routed_experts import RoutedExperts
 from ballast.weights.carried_state import carry
 from ballast.weights.host import HostModel
 from ballast.weights.latent import UP, absorb
@@ -60,9 +61,11 @@ class TransformersModel(ModelExecutor):
         self._call = RowCall(self._module)
         self._stops: Collection[int] = ()
         """Layers at which the current pass calls `barriers`."""
-        for i, layer in enumerate(layers_of(self._module, host)):
+        layers = layers_of(self._module, host)
+        for i, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._reach, i))
             layer.register_forward_hook(partial(self._leave, i))
+        self._experts = RoutedExperts(layers, host.segments[1:])
         warm_up(self._kv.dtype)
 
     @torch.inference_mode()
@@ -79,6 +82,12 @@ class TransformersModel(ModelExecutor):
         output = self._forward(self._module.base_model, rows, work)
         hidden: Tensor = output.last_hidden_state[0, torch.from_numpy(rows.wanted)]
         return hidden
+
+    def expert_bytes(self, layer: int) -> int:
+        return self._experts.bytes_of(layer)
+
+    def chosen_bytes(self, layer: int) -> int:
+        return self._experts.chosen_bytes(layer)
 
     def _reach(self, layer: int, *_: Any) -> None:
         if layer in self._stops and self.barriers is not None:

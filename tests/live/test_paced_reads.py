@@ -24,12 +24,16 @@ from ballast.live.inbox import MonotonicClock
 from ballast.live.paced_reads import PacedReads
 from ballast.memory.copies import Copy
 from ballast.memory.transfer import HostLink
+from ballast.models.executor import ModelExecutor
 from ballast.models.fused.model import FusedModel
+from ballast.models.transformers import TransformersModel
 from benchmarks.families import config, make
 from tests.engine.checkpoints import VOCAB, make_llama
 from tests.live.test_live_device import asked, fleet
 
 RATE = 4.0 * MiB
+COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+"""Keys of configurations that say how many experts a layer has."""
 
 
 @contextmanager
@@ -70,9 +74,22 @@ def test_a_pass_reads_every_layer_once_at_the_links_pace(tmp_path: Path) -> None
     assert answers[request.id].tokens == alone[request.id].tokens
 
 
-def test_experts_that_no_token_chose_are_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "executor"),
+    [
+        ("mixtral", FusedModel),
+        ("qwen2_moe", TransformersModel),
+        ("gpt_oss", TransformersModel),
+        ("glm4_moe", TransformersModel),
+    ],
+)
+def test_experts_that_no_token_chose_are_not_read(
+    tmp_path: Path, family: str, executor: type[ModelExecutor]
+) -> None:
+    """Of the generic path too, whose modules may have dense layers and shared experts besides."""
     paths = {"a": tmp_path / "a"}
-    make(paths["a"], config("mixtral", num_local_experts=8, vocab_size=VOCAB))
+    made = config(family, vocab_size=VOCAB)
+    make(paths["a"], made)
     (request,) = asked(1, models=("a",))
     request = replace(request, max_tokens=2)
     with InProcess(fleet(paths)) as server:
@@ -80,18 +97,20 @@ def test_experts_that_no_token_chose_are_not_read(tmp_path: Path) -> None:
     with InProcess(on_a_link(paths)) as server, reads_of(server) as reads:
         answers = server.generate([request])
         m = server.device.state.models["a"]
-        (executor,) = server.device.executors["a"]
-        assert isinstance(executor, FusedModel)
+        (run,) = server.device.executors["a"]
+        assert type(run) is executor
         sizes, n = m.spec.segment_bytes, m.spec.n_layers
-        experts = [executor.expert_bytes(i) for i in range(n)]
-    assert all(0 < all_ < whole for all_, whole in zip(experts, sizes[1:], strict=False))
+        experts = [run.expert_bytes(i) for i in range(n)]
+    assert any(experts)
+    assert all(all_ < whole for all_, whole in zip(experts, sizes[1:], strict=False))
     least = sum(sizes[1:]) - sum(experts)
-    # The last pass has one row.
+    # The last pass has one row, which reads its layers, and the experts that it chose.
+    count = next(getattr(made, k) for k in COUNTS if hasattr(made, k))
     chosen = m.spec.experts_per_token
-    assert 0 < chosen < 8
-    decode = reads[-2 * n :]
-    assert sum(decode) == least + sum(experts) // 8 * chosen
-    assert sum(reads) <= 2 * least + sum(experts) + sum(experts) // 8 * chosen
+    assert 0 < chosen < count
+    decode = reads[-n - sum(n_bytes > 0 for n_bytes in experts) :]
+    assert sum(decode) == least + sum(experts) // count * chosen
+    assert sum(reads) <= 2 * least + sum(experts) + sum(experts) // count * chosen
     assert answers[request.id].tokens == alone[request.id].tokens
 
 
