@@ -90,13 +90,16 @@ class DiskTier:
         """Delete blocks, and overwrite their bytes; then `ended` is called."""
         self._run(lambda: self._file.delete(names), None, lambda _: ended())
 
-    def close(self, seconds: float) -> None:
-        """End what was begun, in `seconds` at most."""
+    def close(self, seconds: float) -> bool:
+        """End what was begun, in `seconds` at most; returns False if the thread still reads cells,
+        or writes them, as it ends the last call."""
         until = time.monotonic() + seconds
         ended = self._thread.submit(self._file.close)
         while not ended.done() and time.monotonic() < until:
             time.sleep(0.01)
-        self._thread.shutdown(wait=ended.done(), cancel_futures=True)
+        in_time = ended.done()
+        self._thread.shutdown(wait=in_time, cancel_futures=True)
+        return in_time
 
     def give_up(self, why: str) -> None:
         """Use the disk no more: the calls that follow fail at once. Said once."""

@@ -157,12 +157,15 @@ class TieredStore(HostStore):
             self._fit_disk(min(n_bytes, self._most_disk))
 
     def close(self) -> None:
-        """Write what can be written in a few seconds, and give the memory back."""
+        """Write what can be written in a few seconds, and give the memory back, unless a slow disk
+        still reads it: then it goes with the process."""
+        ended = True
         if self._disk is not None:
             while self._uses_disk and (batch := self._next_batch()):
                 self._disk.write(batch, lambda names: None)
-            self._disk.close(LAST_SECONDS)
-        self._memory.close()
+            ended = self._disk.close(LAST_SECONDS)
+        if ended:
+            self._memory.close()
 
     def give_up_disk(self, why: str) -> None:
         """Use the disk no more: it does not answer."""

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from ballast.core.errors import DeviceError
 from ballast.core.kv_tiers import KvTierSettings
 from ballast.core.units import KiB
-from ballast.kv import disk_file
+from ballast.kv import disk_file, tiered_store
 from ballast.kv.directory import Tier
 from ballast.kv.disk_file import NAME, DiskFile
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
 from ballast.memory import host_cells
-from ballast.memory.cell_book import CELL_BYTES
+from ballast.memory.cell_book import CELL_BYTES, Runs
 from ballast.memory.host_cells import HostCells
 from tests.kv.test_directory import MODEL, chain, found, memory_only, names, put
 
@@ -153,6 +153,34 @@ def test_what_waits_for_the_disk_is_written_as_the_server_ends(path: Path) -> No
         made.land(blocks)
     with opened(path, host=100, disk=200) as made:
         assert made.got(blocks) == [content(b) for b in blocks]
+
+
+def test_a_disk_too_slow_for_what_waits_at_the_end_loses_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, late = chain("a", 4), chain("b", 10)
+    with opened(path) as made:
+        made.put(kept)
+    go, read = threading.Event(), HostCells.read
+
+    def slow(cells: HostCells, runs: Runs, n_bytes: int) -> bytes:
+        go.wait(240)
+        return read(cells, runs, n_bytes)
+
+    monkeypatch.setattr(HostCells, "read", slow)
+    monkeypatch.setattr(tiered_store, "LAST_SECONDS", 0.01)
+    made = Opened(path, 16, 64, None)
+    made.land(late)
+    made.store.close()
+    go.set()
+    assert made.store._disk is not None
+    made.store._disk._thread.shutdown(wait=True)
+    assert not made.store.disk_fault
+    _file(made).close()
+    made.cells.close()
+    with opened(path) as made:
+        assert made.got(kept) == [content(b) for b in kept]
+        assert len(made.store.directory.shelves[Tier.DISK]) == 5, "it had begun with one"
 
 
 def test_what_waits_for_the_disk_is_scrubbed_and_lost_with_it(path: Path) -> None:
