@@ -40,7 +40,7 @@ COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 def reads_of(server: InProcess) -> Iterator[list[int]]:
     """Bytes that passes have the link carry without a copy, in order."""
     found: list[int] = []
-    link = server.device.machine.link
+    link: Any = server.device.machine.link
     start = link.start
 
     def noted(number: int, copies: Any, *rest: Any, in_place: bool = False, **more: Any) -> None:
@@ -48,9 +48,9 @@ def reads_of(server: InProcess) -> Iterator[list[int]]:
         found.append(sum(c.n_bytes for c in copies))
         start(number, copies, *rest, in_place=in_place, **more)
 
-    link.start = noted  # type: ignore[method-assign]
+    link.start = noted
     yield found
-    link.start = start  # type: ignore[method-assign]
+    link.start = start
 
 
 def on_a_link(paths: dict[str, Path]) -> FleetSettings:
