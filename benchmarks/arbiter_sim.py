@@ -35,7 +35,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ballast.policy.presets import resolve
+from ballast.policy.presets import Preset, resolve
 from benchmarks.arbiter_workloads import ALL, SLO, TRACES, WORKLOADS
 from benchmarks.common import finish, options
 from benchmarks.contenders import defaults
@@ -43,13 +43,26 @@ from benchmarks.headroom import attained
 from benchmarks.rate_curves import Curve
 
 OURS = "ballast"
-RIVALS = ("recompute", "balloon", "prism", "lru", "mirage", "kvswap", "swap", "static")
+SYSTEMS = {"aegaeon": ("swap", {"preemptive": 1.0}), "warmserve": ("balloon", {"restore": 1.0})}
+"""Rivals that are a preset with an option: turns between tokens, prewarming by forecast."""
+RIVALS = (
+    "recompute",
+    "balloon",
+    "prism",
+    "lru",
+    "mirage",
+    "kvswap",
+    "swap",
+    "static",
+    "superinfer",
+    *SYSTEMS,
+)
 """Presets of the papers that serve several models from one device."""
 QUICK_RIVALS = RIVALS[:3]
 ORDERS = ("round-robin", "deadline")
 """Each rival has the better of these."""
 ROWS = {rival: tuple(f"{rival}+{order}" for order in ORDERS) for rival in RIVALS}
-COMPARED = defaults(OURS, *chain.from_iterable(ROWS.values()))
+COMPARED = defaults(OURS, *chain.from_iterable(ROWS[r] for r in RIVALS if r not in SYSTEMS))
 OWN = (
     "admission/least_harm.py",
     "memory/arbiter.py",
@@ -93,7 +106,16 @@ def measure(seconds: float, workload: str, rate: float, row: str, seed: int) -> 
     work = of.make(rate, seconds, seed)
     if row.startswith(AMPLE):
         return attained(of, work, resolve(row.removeprefix(AMPLE).strip()), ample=True)
-    return attained(of, work, resolve(row, COMPARED.options(row)))
+    return attained(of, work, preset_of(row))
+
+
+def preset_of(row: str) -> Preset:
+    """Return the preset of a row, with its options."""
+    rival, _, order = row.partition("+")
+    if rival not in SYSTEMS:
+        return resolve(row, COMPARED.options(row))
+    preset, own = SYSTEMS[rival]
+    return resolve(f"{preset}+{order}", own)
 
 
 class Bench:

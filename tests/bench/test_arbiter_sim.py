@@ -60,6 +60,14 @@ def test_rivals_have_the_better_of_both_orders_and_are_dropped_ten_points_behind
     }
 
 
+def test_rivals_are_presets_of_their_own_or_with_an_option() -> None:
+    for row in (row for rows in arbiter_sim.ROWS.values() for row in rows):
+        assert arbiter_sim.preset_of(row).order == row.partition("+")[2]
+    assert arbiter_sim.preset_of("aegaeon+deadline").values["preemptive"] == 1.0
+    assert arbiter_sim.preset_of("warmserve+deadline").values["restore"] == 1.0
+    assert arbiter_sim.preset_of("superinfer+deadline").name.startswith("superinfer")
+
+
 def test_kept_runs_of_rivals_depend_on_no_code_of_ours() -> None:
     """No policy of a rival imports a file whose changes keep the runs of rivals."""
     policy = Path(ballast.policy.__file__).parent
