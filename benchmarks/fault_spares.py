@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from math import inf
 
 from ballast.control.spares import (
     EndSpare,
@@ -45,6 +46,11 @@ class FaultSpares:
     def ready(self) -> bool:
         """Whether one waits."""
         return self._machine.ready is not None
+
+    @property
+    def coming(self) -> bool:
+        """Whether one waits, is prepared, or is to be started."""
+        return self.ready or self._machine.due < inf
 
     def want(self) -> None:
         """Keep one from now on."""

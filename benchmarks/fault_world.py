@@ -3,7 +3,8 @@
 The controller is the real one (`ballast.control`). Workers are small: they keep requests and KV as
 the engine does, and a token is a digest of the KV before it, so KV that is lost, repeated or put in
 a wrong place changes the answer. A connection keeps the order of its messages; each takes a random
-time; a worker that dies takes its messages in both directions with it.
+time; a worker that dies takes its messages in both directions with it. A server that ends takes all
+that it knew with it; its workers end when they notice.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ from benchmarks.fault_spares import FaultSpares
 
 SPITEFUL = 4
 """Every so many worlds there is one in which faults strike in the midst of migrations."""
+RESTARTING = 10
+"""Every so many worlds there is one whose server ends, and another begins."""
+ORPHANED_SECONDS = 2.5
+"""Time within which workers notice that their server has ended."""
 VOCAB = 1000
 BLOCK = 4
 """Tokens of a block of KV."""
@@ -101,6 +106,11 @@ def undisturbed(submission: Submission) -> list[int]:
     for _ in range(submission.max_tokens):
         tokens.append(next_token(submission.model, tokens))
     return tokens[len(submission.prompt) :]
+
+
+def _is_over(client: Client) -> bool:
+    """Return whether nothing more is owed to a client."""
+    return bool(client.ends) or client.left or client.cut
 
 
 class VirtualTimers:
@@ -155,8 +165,12 @@ class Client:
     gaps: int = 0
     """Tokens that did not come in their order, or after the end."""
     left: bool = False
+    cut: bool = False
+    """Whether its connection went with a server that ended."""
 
     def put(self, output: Output) -> None:
+        if self.cut:
+            return
         if isinstance(output, TokenOutput):
             self.gaps += output.index != len(self.tokens) or bool(self.ends)
             self.tokens.append(output.token)
@@ -199,6 +213,9 @@ class Worker:
     importing: dict[str, int] = field(default_factory=dict)
     """By request whose KV is on its way: attempt."""
 
+    def end(self) -> None:
+        self.alive = False
+
 
 class FaultDevice(DeviceRecord):
     """The controller's record of a device, joined to the world's present worker of it."""
@@ -211,6 +228,8 @@ class FaultDevice(DeviceRecord):
         self.process = world.new_worker(name, set())
         self.kept: set[str] = set()
         """Requests that it had when its worker died, or that have been counted since."""
+        self.cut = False
+        """Whether the server that this is a record of has ended."""
 
     def tell(self, message: ToWorker) -> None:
         self.world.to_worker(self, partial(self.world.handle, self, message))
@@ -226,6 +245,8 @@ class FaultDevice(DeviceRecord):
         self.world.to_worker(self, partial(self.world.carry_out, self, command, answered))
 
     def kill(self, why: str) -> None:
+        if self.cut:
+            return
         self.world.kills += 1
         self.world.die(self)
 
@@ -238,22 +259,17 @@ class FaultWorld:
 
     def __init__(self, seed: int, n_devices: int, n_requests: int) -> None:
         self.random = rng = random.Random(seed)
-        self.timers, self.suspicions = VirtualTimers(), Suspicions()
-        self.devices: RoutedDevices[FaultDevice] = RoutedDevices()
-        self.devices.fleet_policy = FixedPlacement()
-        self.router: RequestRouter[FaultDevice, Client] = RequestRouter(
-            self.devices, self._make_client
-        )
-        self.migrations = RequestMigrations(self.devices, self.router, self.timers)
-        lends = rng.random() < 0.7
-        self.leases: DeviceLeases[FaultDevice] = DeviceLeases(
-            self.devices, lambda a, b: None if lends else "it cannot", self.timers
-        )
-        self.commands: FaultOrders[FaultDevice, Client] = FaultOrders(
-            self.devices, self.router, self.migrations, self.leases, self.timers
-        )
+        self.timers = VirtualTimers()
+        self._lends = lends = rng.random() < 0.7
+        self._begin()
         self.reserve = FaultSpares(self.timers, random.Random(-seed - 3))
         self.reserve.want()
+        self.away = False
+        """Whether the server has ended, and its successor has not begun."""
+        self.servers = 1
+        """Servers that have begun."""
+        self._homes: list[tuple[str, Role, list[str]]] = []
+        """The devices of the fleet file, with their models."""
         self.spite = random.Random(-seed - 2) if seed % SPITEFUL == SPITEFUL - 1 else None
         """Draws what goes wrong in the midst of migrations; None: nothing does on purpose."""
         self._struck: set[tuple[str, type[MigrationStep]]] = set()
@@ -272,23 +288,23 @@ class FaultWorld:
         self._last: dict[tuple[str, bool], float] = {}
         """When the last message of each connection arrives."""
         self.deaths = 0
-        self.orders = self.orders_ended = self.ordered = 0
+        self._orders: dict[int, None] = {}
+        """Orders that have not ended."""
+        self._order_numbers = itertools.count()
+        self.ordered = 0
         self.step_seconds = 1.0 if self.spite else rng.choice([0.1, 1.0])
         """The longest step of a worker: in slow worlds requests outlive answers that are late."""
         self.refused = 0
         """Requests that the controller did not take: no device was left."""
         split = rng.random() < 0.4
         self.models = models = [f"m{i}" for i in range(rng.randrange(1, 4))]
-        settings = DeviceSettings(name="d0", budget_bytes=1 << 30)
-        self.devices.fleet = FleetSettings(models=_settings(models), device=settings)
         for i in range(n_devices):
             role = Role.BOTH
             if split:
                 role = Role.PREFILL if i == 0 else rng.choice([Role.DECODE, Role.BOTH])
             served = [m for m in models if i == 0 or rng.random() < 0.8]
-            device = FaultDevice(self, f"d{i}", role, served)
-            self.devices.add(device)
-            self._start(device)
+            self._homes.append((f"d{i}", role, served))
+            self._add_device(*self._homes[-1])
         for i in range(n_requests):
             self.timers.call_later(rng.uniform(0, 4), partial(self._arrive, i, rng.choice(models)))
         for _ in range(rng.randrange(0, 6)):
@@ -309,16 +325,44 @@ class FaultWorld:
             self.timers.call_later(rng.uniform(0, 6), self._order_lending)
         for _ in range(rng.choice([0, 0, 3, 6])):
             self.timers.call_later(rng.uniform(0, 6), self._order)
-        if rng.random() < 0.3:
-            self.devices.fleet_policy = RandomMoves(random.Random(rng.random()), models)
-            self.commands.follow_policy()
+        self._has_policy = rng.random() < 0.3
+        if self._has_policy:
+            self._follow_policy(rng)
+        self._ends = random.Random(-seed - 4) if seed % RESTARTING == 0 else None
+        """Draws when the server ends and how; None: it does not."""
+        if self._ends is not None:
+            for at in range(self._ends.randrange(1, 3)):
+                self.timers.call_later(self._ends.uniform(3 * at, 3 * at + 3), self._end)
+
+    def _begin(self) -> None:
+        """Let a server begin, which knows of no request and of no worker."""
+        self.suspicions = Suspicions()
+        self.devices: RoutedDevices[FaultDevice] = RoutedDevices()
+        self.devices.fleet_policy = FixedPlacement()
+        self.router: RequestRouter[FaultDevice, Client] = RequestRouter(
+            self.devices, self._make_client
+        )
+        self.migrations = RequestMigrations(self.devices, self.router, self.timers)
+        self.leases: DeviceLeases[FaultDevice] = DeviceLeases(
+            self.devices, lambda a, b: None if self._lends else "it cannot", self.timers
+        )
+        self.commands: FaultOrders[FaultDevice, Client] = FaultOrders(
+            self.devices, self.router, self.migrations, self.leases, self.timers
+        )
+
+    def _add_device(self, name: str, role: Role, served: Sequence[str]) -> None:
+        settings = DeviceSettings(name="d0", budget_bytes=1 << 30)
+        self.devices.fleet = FleetSettings(models=_settings(self.models), device=settings)
+        device = FaultDevice(self, name, role, served)
+        self.devices.add(device)
+        self._start(device)
 
     def run(self) -> None:
         """Run until every request has ended, or HORIZON has passed."""
         while self.timers.now() < HORIZON and self.timers.step():
             self.validate()
-            over = self.timers.now() > 7 and all(c.ends or c.left for c in self.clients)
-            quiet = self.orders == self.orders_ended and not self.migrations.busy
+            over = self.timers.now() > 7 and not self.away and all(map(_is_over, self.clients))
+            quiet = not self._orders and not self.migrations.busy
             quiet = quiet and not self.commands.busy
             if over and quiet and all(d.down is None for d in self._all):
                 break
@@ -364,7 +408,7 @@ class FaultWorld:
     @property
     def lost(self) -> int:
         """Accepted requests without an end."""
-        return sum(not c.ends and not c.left for c in self.clients)
+        return sum(not _is_over(c) for c in self.clients)
 
     @property
     def repeated(self) -> int:
@@ -398,7 +442,7 @@ class FaultWorld:
                 + sum(i not in d.requests for i in d.process.requests)
                 for d in self._all
             )
-            + (self.orders - self.orders_ended)
+            + len(self._orders)
         )
 
     @property
@@ -410,8 +454,9 @@ class FaultWorld:
 
     @property
     def spares(self) -> int:
-        """Spares that were taken though they had ended, and whether none waits in the end."""
-        return self.reserve.wrong + (not self.reserve.ready)
+        """Spares that were taken though they had ended, and whether in the end none waits, and none
+        is to come."""
+        return self.reserve.wrong + (not self.reserve.coming)
 
     @property
     def _workers(self) -> dict[str, Worker]:
@@ -442,7 +487,8 @@ class FaultWorld:
         self._last[key] = at
 
         def arrive() -> None:
-            if process is device.process and process.alive and (up or not process.hung):
+            here = process is device.process and process.alive and not device.cut
+            if here and (up or not process.hung):
                 deliver()
 
         self.timers.call_at(at, arrive)
@@ -457,7 +503,13 @@ class FaultWorld:
         rng = self.random
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12)))
         most = rng.randrange(1, 25 if self.spite is None else 60)
-        submission = Submission(id=f"r{i}", model=model, prompt=prompt, max_tokens=most)
+        self._submit(Submission(id=f"r{i}", model=model, prompt=prompt, max_tokens=most))
+
+    def _submit(self, submission: Submission) -> None:
+        rng = self.random
+        if self.away:  # the connection is refused
+            self.timers.call_later(0.5, partial(self._submit, submission))
+            return
         self._coming = [submission]
         try:
             client = self.router.submit([submission])
@@ -474,12 +526,14 @@ class FaultWorld:
 
     @staticmethod
     def _leave(client: Client) -> None:
-        if not client.ends:
+        if not client.ends and not client.cut:
             client.left = True
             client.withdraw([client.submission.id])
 
     @staticmethod
     def _pace(client: Client, paused: bool) -> None:
+        if client.cut:
+            return
         client.paused = paused
         client.pace([client.submission.id], paused)
 
@@ -511,7 +565,47 @@ class FaultWorld:
 
         self.timers.call_later(SILENT_SECONDS, silent)
 
+    def _end(self) -> None:
+        """Let the server end, and another begin some time later.
+
+        What it knew is gone. Workers go on until they notice, as those of other hosts do for
+        seconds, but nobody hears them. Clients ask again.
+        """
+        rng, old = self._ends, self._all
+        if rng is None or self.away:
+            return
+        self.away = True
+        self._orders.clear()
+        for device in old:
+            device.cut = True
+            self.timers.call_later(rng.uniform(0.0, ORPHANED_SECONDS), device.process.end)
+        away = rng.uniform(0.2, ORPHANED_SECONDS + 1)
+        for client in self.clients:
+            if not _is_over(client):
+                client.cut = True
+                same = replace(client.submission, id=f"{client.submission.id}+")
+                asks_again = away + rng.uniform(0, 2)
+                self.timers.call_later(asks_again, partial(self._submit, same))
+        self.timers.call_later(away, self._begin_again)
+
+    def _begin_again(self) -> None:
+        """Let the next server begin, with the fleet file and workers of its own."""
+        self.away = False
+        self.servers += 1
+        self._begin()
+        self._last.clear()
+        for home in self._homes:
+            self._add_device(*home)
+        if self._has_policy and self._ends is not None:
+            self._follow_policy(self._ends)
+
+    def _follow_policy(self, rng: random.Random) -> None:
+        self.devices.fleet_policy = RandomMoves(random.Random(rng.random()), self.models)
+        self.commands.follow_policy()
+
     def _notice(self, device: FaultDevice, recorded: Collection[str]) -> None:
+        if device.cut:
+            return
         in_flight = device.worker_gone("killed", recorded)
         self.leases.worker_died(device, in_flight)
         self.migrations.worker_died(device, in_flight)
@@ -524,6 +618,8 @@ class FaultWorld:
 
     def _replace(self, device: FaultDevice, memory: WorkerMemory) -> None:
         """Start a worker in place of one whose memory nobody maps any more."""
+        if device.cut:
+            return
         self.twice += still_maps(self._workers, memory)
         self.reserve.take()
         self.timers.call_later(self.random.uniform(0.05, 2.0), partial(self._start, device))
@@ -537,6 +633,8 @@ class FaultWorld:
         return Worker(resident, memory)
 
     def _start(self, device: FaultDevice) -> None:
+        if device.cut:
+            return
         served = [m.name for m in device.fleet.models]
         resident = {m for m in served if self.random.random() < 0.5}
         device.process = process = self.new_worker(device.name, resident)
@@ -551,11 +649,13 @@ class FaultWorld:
         self._compute_later(device, device.process)
 
     def _migrate(self, device: FaultDevice | None = None, model: str | None = None) -> None:
+        if self.away:
+            return
         device = device or self.random.choice(self._all)
-        self.orders += 1
+        number = self._new_order()
 
         def ended(left: int) -> None:
-            self.orders_ended += 1
+            self._orders.pop(number, None)
 
         model = model or self.random.choice(sorted(device.specs) or ["m0"])
         step = MoveRequests(device.name, model, bring=self.random.random() < 0.5)
@@ -564,7 +664,7 @@ class FaultWorld:
     def _order_lending(self) -> None:
         """Have a device lend to another, or recall what it has lent."""
         rng = self.random
-        if len(self._all) < 2:
+        if len(self._all) < 2 or self.away:
             return
         lender, borrower = rng.sample(self._all, 2)
         command: Lend | Recall = Lend(borrower.name, rng.randrange(1, 12))
@@ -572,24 +672,32 @@ class FaultWorld:
         if standing and rng.random() < 0.5:
             name, to = rng.choice(standing)
             lender, command = self.devices[name], Recall(to, None, rng.uniform(0.0, 4.0))
-        self.orders += 1
+        number = self._new_order()
 
         def ended(outcome: CommandOutcome) -> None:
-            self.orders_ended += 1
+            self._orders.pop(number, None)
             self.lent += isinstance(command, Lend) and outcome.code is None and command.pages
 
         self.leases.order(lender.name, command, ended, by_operator=rng.random() < 0.2)
 
     def _order(self) -> None:
         """Let an operator order something about models or devices."""
+        if self.away:
+            return
         order, only = drawn_order(self.random, self.models, list(self.devices))
-        self.orders += 1
+        number = self._new_order()
 
         def ended(outcome: CommandOutcome) -> None:
-            self.orders_ended += 1
+            self._orders.pop(number, None)
             self.ordered += outcome.code is None
 
         self.commands.order(order, ended, only)
+
+    def _new_order(self) -> int:
+        """Return the number of an order that begins now."""
+        number = next(self._order_numbers)
+        self._orders[number] = None
+        return number
 
     def _tell_of_lending(self, device: FaultDevice, word: LendingMessage) -> None:
         message = lending_message(word)

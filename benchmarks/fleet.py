@@ -411,6 +411,7 @@ def extra(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--virtual-only", action="store_true", help="no live runs")
     parts.add_argument("--live-only", action="store_true", help="no virtual runs beyond its own")
+    parser.add_argument("--whole", action="store_true", help="whole traces alone, no windows")
     parser.add_argument("--sweeps", action="store_true", help="also over budgets and links")
 
 
@@ -424,13 +425,15 @@ def main() -> None:
         levels = service_levels(setting.virtual(roomy, low, no_levels(setting)).report)
         world = World(setting.with_levels(levels), levels)
         found = cases(setting, args.trace, 1 if args.quick else args.seeds, quick=args.quick)
+        if args.whole:
+            found = [case for case in found if not case.window]
         for case in found:
             console.print(
                 f"{case.name}: {case.n_requests} requests, {case.workloads[0].describe()}"
             )
         curves = {} if args.live_only else virtual_curves(world, found, args.workers, console)
         live = None
-        if not (args.virtual_only or args.quick):
+        if not (args.virtual_only or args.quick or args.whole):
             windows = [case for case in found if case.window]
             live = live_windows(setting, [windows[i] for i in LIVE_WINDOWS], console)
         swept = sweeps(world, found[0]) if args.sweeps else {}

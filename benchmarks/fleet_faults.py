@@ -5,9 +5,10 @@ to place and withdraw models and to drain devices, also by a fleet policy, prefi
 workers die at any moment, or hang and answer nothing, connections and links between workers stand
 still for seconds, messages are late or lost with their socket, clocks differ, weights do not come,
 pages are not returned, spare workers hang while they are prepared. In every fourth world faults
-strike in the midst of migrations. The controller is the server's (`ballast.control`), the workers
-are those of `benchmarks.fault_world`, which lend by the engine's code. A server that restarts finds
-no worker: workers end with its socket.
+strike in the midst of migrations. In every tenth the server ends in the midst of all that, once or
+twice, and its successor begins while the old workers still compute: it finds none of them, as they
+end with its socket, and clients ask again. The controller is the server's (`ballast.control`), the
+workers are those of `benchmarks.fault_world`, which lend by the engine's code.
 
 - `lost`: accepted requests without an end (goal 0).
 - `repeated`: tokens out of order or after an end, and second ends (goal 0).
@@ -20,11 +21,12 @@ no worker: workers end with its socket.
 - `homeless`: models that no device is to serve any more that takes requests (0).
 - `stray`: requests given to a device without a worker while another one serves them, and KV sent to
   a worker that has not what it follows (0).
-- `spares`: worlds that end without a prepared spare worker, and spares that were taken though
-  they had ended (0).
+- `spares`: worlds that end without a spare worker or one to come, and spares that were taken
+  though they had ended (0).
 - `deaths`, `moved`: workers that died, and requests that migrated with their KV.
 - `lent`, `kills`: pages lent, and workers that were killed because they did not return them.
 - `hung`: spare workers that were killed because their preparation hung.
+- `restarts`: servers that began after another had ended.
 
 `--seeds 0:2500` runs a part of them. `--mutations` puts each old defect back
 (`benchmarks.fault_mutations`), and prints the first seed that finds it.
@@ -71,6 +73,7 @@ class Found:
     lent: int
     kills: int
     hung: int
+    restarts: int
 
 
 def run(seed: int) -> Found:
@@ -81,7 +84,7 @@ def run(seed: int) -> Found:
     moved = sum(device.moved_in for device in world.devices.values())
     wrong = {key: getattr(world, key) for key in WRONG}
     counts = len(world.clients), moved, world.lent, world.kills, world.reserve.hung
-    return Found(seed, wrong, world.deaths, *counts)
+    return Found(seed, wrong, world.deaths, *counts, world.servers - 1)
 
 
 def finding(mutation: Mutation, seeds: Iterable[int]) -> Found | None:
@@ -91,7 +94,7 @@ def finding(mutation: Mutation, seeds: Iterable[int]) -> Found | None:
             try:
                 found = run(seed)
             except (AssertionError, BrokenPromise) as error:
-                return Found(seed, {type(error).__name__: 1}, 0, 0, 0, 0, 0, 0)
+                return Found(seed, {type(error).__name__: 1}, 0, 0, 0, 0, 0, 0, 0)
             if any(found.wrong.values()):
                 return found
     return None
@@ -145,6 +148,7 @@ def main() -> int:
         "lent": sum(f.lent for f in found),
         "kills": sum(f.kills for f in found),
         "hung": sum(f.hung for f in found),
+        "restarts": sum(f.restarts for f in found),
         "wrong_seeds": [f.seed for f in failed],
         "seconds": time.perf_counter() - began,
     }

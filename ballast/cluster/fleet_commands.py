@@ -25,8 +25,9 @@ from ballast.core.errors import ConfigError, Unavailable
 from ballast.core.fleet import Need
 from ballast.core.fleet_orders import LendPages, RecallPages
 from ballast.core.fleet_state import CommandOutcome
+from ballast.core.model import ModelSpec
 from ballast.core.order import Order
-from ballast.core.settings import ModelSettings
+from ballast.core.settings import FleetSettings, ModelSettings
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         super().__init__(devices, router, migrations, leases, LoopTimers())
         self._set = devices
         self._choosing: set[asyncio.Task[None]] = set()
+        self._needs: tuple[FleetSettings | None, dict[str, tuple[ModelSpec, Need]]] = None, {}
+        """Settings, and by model its specification and what it needs, computed from these."""
 
     async def execute(self, order: Order, device: str | None = None) -> CommandOutcome:
         """Carry out an operator's order, on `device` alone where it is given; returns its outcome.
@@ -117,10 +120,21 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         task.add_done_callback(self._choosing.discard)
 
     def needs(self) -> list[Need]:
-        devices = [device for device, _ in self._set.fleet.devices.values()]
+        fleet = self._set.fleet
+        if fleet is not self._needs[0]:
+            self._needs = fleet, {}
         # Where operators have placed a model, pages can still be lent for it.
-        models = self._set.specs if self._set.fleet_policy.lends else self._set.placements()
-        return [need_of(self._set.specs[model], devices, {}) for model in models]
+        specs = self._set.specs
+        models = specs if self._set.fleet_policy.lends else self._set.placements()
+        return [self._need(specs[model], fleet) for model in models]
+
+    def _need(self, spec: ModelSpec, fleet: FleetSettings) -> Need:
+        _, needs = self._needs
+        found = needs.get(spec.name)
+        if found is None or found[0] is not spec:
+            devices = [device for device, _ in fleet.devices.values()]
+            found = needs[spec.name] = spec, need_of(spec, devices, {})
+        return found[1]
 
     def action_done(self, done: ActionDone) -> None:
         """Record an action among the decisions, with the reason if it was refused."""

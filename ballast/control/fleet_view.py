@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ballast.core.fleet import DeviceLoad, FleetView, Hosting, LeaseView, Need, Room
 from ballast.core.order import Fleet
-from ballast.core.report import DeviceReport
+from ballast.core.report import DeviceReport, ModelReport
 
 
 class FleetBook(Protocol):
@@ -32,10 +32,8 @@ class FleetViews:
     def __init__(self, fleet: Fleet, book: FleetBook) -> None:
         self._fleet, self._book = fleet, book
         self._rooms = tuple(book.rooms())
-        self._seen: dict[tuple[str, str], float] = {}
-        """By (device, model): lane seconds up to the last view."""
-        self._missed: dict[tuple[str, str], int] = {}
-        """By (device, model): `missed_blocks` up to the last view."""
+        self._seen: dict[str, dict[str, ModelReport]] = {}
+        """By device and model, its report in the last view."""
         self._copied: dict[str, float] = {}
         """By device: seconds of copies of layers up to the last view."""
         self._seen_at = 0.0
@@ -46,8 +44,6 @@ class FleetViews:
         self._seen_at = now
         reports = {name: device.last_report() for name, device in self._fleet.able.items()}
         placements = self._fleet.placements()
-        homes = {(model, device) for model, on in placements.items() for device in on}
-        known = {model for model, on in placements.items() if on}
         loads = []
         for room in self._rooms:
             report = reports.get(room.device)
@@ -59,7 +55,7 @@ class FleetViews:
             loads.append(
                 DeviceLoad(
                     room,
-                    tuple(self._hosting(report, room.device, homes, known, seconds)),
+                    tuple(self._hosting(report, room.device, placements, seconds)),
                     report.page_bytes,
                     report.total,
                     report.free + report.reclaiming,
@@ -75,31 +71,34 @@ class FleetViews:
         self,
         report: DeviceReport,
         device: str,
-        homes: Set[tuple[str, str]],
-        known: Set[str],
+        placements: Mapping[str, Collection[str]],
         seconds: float,
     ) -> Iterable[Hosting]:
+        seen, page_bytes = self._seen.setdefault(device, {}), report.page_bytes
         for m in report.models:
-            before = self._seen.get((device, m.name), 0.0)
-            self._seen[device, m.name] = m.lane_seconds
-            missed = self._missed.get((device, m.name), 0)
-            self._missed[device, m.name] = m.missed_blocks
-            homed = (m.name, device) in homes
+            before = seen.get(m.name)
+            seen[m.name] = m
+            lane_seconds, missed = m.lane_seconds, m.missed_blocks
+            if before is not None:
+                lane_seconds = max(lane_seconds - before.lane_seconds, 0.0)
+                missed = max(missed - before.missed_blocks, 0)
+            homes = placements.get(m.name, ())
+            homed = device in homes
             yield Hosting(
                 m.name,
-                max(m.lane_seconds - before, 0.0) / seconds,
+                lane_seconds / seconds,
                 m.waiting + m.running + m.paused,
                 m.late,
-                m.weight_pages * report.page_bytes,
+                m.weight_pages * page_bytes,
                 homed,
                 m.traffic,
-                kv_pages=m.kv_pages,
-                cached_pages=m.cached_pages,
-                borrowed_pages=m.borrowed_pages,
-                waiting=m.waiting,
-                leaving=not homed and m.name in known,
-                missed_blocks=max(0, m.missed_blocks - missed),
-                lacking=m.lacking,
-                lacking_tokens=m.lacking_tokens,
+                m.kv_pages,
+                m.cached_pages,
+                m.borrowed_pages,
+                m.waiting,
+                missed,
+                m.lacking,
+                m.lacking_tokens,
+                leaving=bool(homes) and not homed,
                 longest_tokens=m.longest_tokens,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ballast.core.cost import Traffic
 from ballast.core.fleet_orders import LendPages as LendPages
@@ -55,8 +56,10 @@ class Room:
     """Kind of device; devices of one kind are equally fast."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hosting:
+_NO_TRAFFIC = Traffic()
+
+
+class Hosting(NamedTuple):
     """Load of a model on a device since the previous view."""
 
     model: str
@@ -71,7 +74,7 @@ class Hosting:
     homed: bool = True
     """Whether the policy has placed it there: False if it is leaving, or if operators have named
     its devices."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Traffic = _NO_TRAFFIC
     """Recent traffic of its requests on the device."""
     kv_pages: int = 0
     """Pages of the device that back its KV, cached prefixes included."""

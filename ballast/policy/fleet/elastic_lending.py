@@ -86,8 +86,8 @@ class ElasticLending(FleetPolicy):
         books: dict[str, _Book] = {}
         for device in view.devices:
             kept = (s for s in before.get(device.name, ()) if s[0] > view.now - self.window)
-            use = _used(device, needs), _held(device, needs), _missed(device, needs)
-            used = (*kept, (view.now, *use))
+            missed = _missed(device, needs)
+            used = (*kept, (view.now, _used(device, needs), _held(device, missed), missed))
             samples[device.name] = used
             books[device.name] = _Book(device, view, needs, used, bool(self.published))
         actions: list[FleetAction] = [*self._recalls(view, books), *self._lends(view, books)]
@@ -113,13 +113,15 @@ class ElasticLending(FleetPolicy):
 
     def _lends(self, view: FleetView, books: Mapping[str, _Book]) -> list[LendPages]:
         """Return what devices lend that neither lack pages nor borrow any."""
-        able = {n: b for n, b in books.items() if b.lack <= 0 and not (b.borrowed or b.missed)}
-        spare = {n: b.spare() for n, b in able.items()}
         if self.master:
             names = [n for i, n in enumerate(books, 1) if i == self.master]
         else:
             wanting = [n for n, b in books.items() if b.wants > 0]
             names = sorted(wanting, key=lambda n: (-books[n].lack, -books[n].wants, n))
+        if not names:
+            return []
+        able = {n: b for n, b in books.items() if b.lack <= 0 and not (b.borrowed or b.missed)}
+        spare = {n: b.spare() for n, b in able.items()}
         found = []
         for name in names[:1] if self.published else names:
             book = books[name]
@@ -155,7 +157,7 @@ class _Book:
         kv = sum(h.kv_pages for h in device.hosting)
         self._own = max(0, device.free + kv - ceil_div(sum(coming), device.page_bytes))
         """Pages that back KV, or could, beside the weights of all its models."""
-        self.missed = 0 if published else _missed(device, needs)
+        self.missed = 0 if published else samples[-1][3]
         """Pages of cached prefixes that it has missed since the previous view."""
         self.lack = self._lack()
         """Pages that waiting requests need beyond those that they could have."""
@@ -241,16 +243,16 @@ def _used(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
     return found
 
 
-def _held(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+def _held(device: DeviceLoad, missed: int) -> int:
     """Return the pages of the KV that a device has, wherever it is, or misses."""
-    held = sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
-    return held + _missed(device, needs)
+    return missed + sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
 
 
 def _missed(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
     """Return the pages of cached prefixes that were missed since the previous view."""
-    found = ((h.missed_blocks, needs[h.model]) for h in device.hosting if h.model in needs)
-    return sum(_pages(n * m.block_tokens, 1, m, device.page_bytes) for n, m in found if n)
+    missing = [h for h in device.hosting if h.missed_blocks and h.model in needs]
+    found = ((h.missed_blocks, needs[h.model]) for h in missing)
+    return sum(_pages(n * m.block_tokens, 1, m, device.page_bytes) for n, m in found)
 
 
 def _pages(tokens: float, requests: int, need: Need, page_bytes: int) -> int:

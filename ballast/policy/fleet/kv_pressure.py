@@ -15,14 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ballast.core.errors import ConfigError
 from ballast.core.units import format_bytes
 from ballast.policy.fleet.placement_problem import Homes, PlacementDevice
 
+_SOME = math.ulp(0.0)
+"""The least memory that is not none."""
 
-@dataclass(frozen=True, slots=True)
-class ModelDemand:
+
+class ModelDemand(NamedTuple):
     """A model's demand for memory on the devices that serve it."""
 
     name: str
@@ -136,12 +139,15 @@ class Fillings:
         self._at = {name: i for i, name in enumerate(self._names)}
         self._memory = [d.memory for d in devices]
         self._weights = [0.0] * len(self._names)
+        self._left = [*self._memory]
+        """Memory without the weights."""
         self._demand = [0.0] * len(self._names)
 
     def add(self, claim: ModelDemand, device: str) -> None:
         """Place one part of a model on a device."""
         i = self._at[device]
         self._weights[i] += claim.part_weights
+        self._left[i] = self._memory[i] - self._weights[i]
         self._demand[i] += claim.part_demand
 
     def choose(
@@ -157,9 +163,10 @@ class Fillings:
         `beside`: bytes that it needs beside its weights; `taken`: devices that are left out. None:
         it fits nowhere."""
         weights, demand, inf = claim.part_weights, claim.part_demand, math.inf
+        least_room = beside or _SOME
         pressures = [
-            (d + demand) / room if (room := m - w - weights) > 0 and room >= beside else inf
-            for m, w, d in zip(self._memory, self._weights, self._demand, strict=True)
+            (d + demand) / room if (room := left - weights) >= least_room else inf
+            for left, d in zip(self._left, self._demand, strict=True)
         ]
         for name in taken:
             pressures[self._at[name]] = inf
@@ -176,8 +183,7 @@ class Fillings:
         n = len(self._names)
         if claim.parts > n:
             return ConfigError(f"tp of {claim.name}", claim.parts, f"at most {n} devices")
-        free = [m - w for m, w in zip(self._memory, self._weights, strict=True)]
-        room = sorted(free, reverse=True)[claim.parts - 1]
+        room = sorted(self._left, reverse=True)[claim.parts - 1]
         each = "" if claim.parts == 1 else f" on each of {claim.parts} devices"
         beside = " beside the others" if any(self._weights) else ""
         missing = format_bytes(max(1, math.ceil(claim.part_weights - room)))

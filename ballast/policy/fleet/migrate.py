@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from ballast.core.fleet import (
     FleetDecision,
@@ -155,15 +155,57 @@ def homes_of(view: FleetView) -> dict[str, ModelHomes]:
     return found
 
 
-def claim_of(need: Need, hosting: Sequence[Hosting], devices: tuple[str, ...]) -> ModelDemand:
-    """Return a model's demand on some of its devices, as one at `devices`. Without requests lately
-    its weights count as 0, as they can be evicted, unless it is pinned."""
-    traffic = [h.traffic for h in hosting]
-    tokens = sum(t.rate * (t.prompt_tokens + t.output_tokens) for t in traffic)
+def demand_of(need: Need, hosting: Iterable[Hosting]) -> tuple[float, bool]:
+    """Return a model's demand on some of its devices, and whether its weights count there: unless
+    it has no requests lately, as they can be evicted then, and is not pinned."""
+    tokens, is_open = 0.0, False
+    for h in hosting:
+        t = h.traffic
+        tokens += t.rate * (t.prompt_tokens + t.output_tokens)
+        is_open = is_open or h.open_requests > 0
     demand = tokens * need.kv_bytes_per_token / need.tpot if math.isfinite(need.tpot) else 0.0
-    used = demand > 0 or need.pinned or any(h.open_requests for h in hosting)
-    weights = float(need.weights) if used else 0.0
-    return ModelDemand(need.model, weights, demand, devices=devices)
+    return demand, demand > 0 or need.pinned or is_open
+
+
+class _Claim(NamedTuple):
+    """A model on one of its devices."""
+
+    need: Need
+    here: str
+    at: Mapping[str, Hosting]
+    stays: bool
+    demand: ModelDemand
+
+
+def _claims(
+    needs: Iterable[Need],
+    homes: Mapping[str, ModelHomes],
+    leaving: Mapping[str, tuple[str, float]],
+    fixed: Collection[str],
+) -> list[_Claim]:
+    """Return what is placed, in its order: by demand, those without requests lately last."""
+    found: list[tuple[bool, float, str, _Claim]] = []
+    for need in needs:
+        model = need.model
+        if model not in homes:
+            continue
+        home = homes[model]
+        at, left = home.at, leaving.get(model, ("", 0.0))[0]
+        goes_to = [d for d in at if d != left]
+        states = [*at.values()]
+        demand, used = demand_of(need, [*states, *home.left] if home.left else states)
+        idle = not (used and need.weights)
+        stays = len(at) > 1 or model in fixed
+        evicted = idle and not stays and len(at) == 1 and not states[0].weights
+        for here in [*at] if evicted else goes_to:
+            if len(goes_to) > 1:
+                demand, used = demand_of(need, (at[here],))
+            weights = float(need.weights) if used or evicted else 0.0
+            claim = ModelDemand(model, weights, demand)
+            rests = stays or (idle and not weights)
+            found.append((idle, -demand, model, _Claim(need, here, at, rests, claim)))
+    found.sort(key=lambda c: c[:3])
+    return [claim for *_, claim in found]
 
 
 def moves(
@@ -176,33 +218,20 @@ def moves(
     """Run Algorithm 1 over all models, of which those with several devices, the `fixed` ones and
     idle ones that are resident stay, and those that are `leaving` a device count at the other one.
     Return the models whose device changes."""
-    needs = {need.model: need for need in view.needs if need.model in homes}
     held = Fillings([PlacementDevice(d.name, float(d.room.bytes)) for d in view.devices])
-    claims: list[tuple[bool, ModelDemand]] = []
-    for model, need in needs.items():
-        at = homes[model].at
-        goes_to = [d for d in at if model not in leaving or d != leaving[model][0]]
-        whole = claim_of(need, [*at.values(), *homes[model].left], (*goes_to,))
-        idle, evicted = not whole.weights, not any(h.weights for h in at.values())
-        if len(at) == 1 and model not in fixed and evicted and idle:
-            claims.append((True, replace(whole, weights=float(need.weights), devices=(*at,))))
-            continue
-        for name in goes_to:
-            claim = whole if len(goes_to) == 1 else claim_of(need, [at[name]], (name,))
-            claims.append((idle, claim))
     found = []
-    for idle, claim in sorted(claims, key=lambda c: (c[0], -c[1].demand, c[1].name)):
-        (here,), at = claim.devices, homes[claim.name].at
-        if len(at) > 1 or claim.name in fixed or (idle and not claim.weights):
-            held.add(claim, here)
+    for claim in _claims(view.needs, homes, leaving, fixed):
+        here, demand, need = claim.here, claim.demand, claim.need
+        if claim.stays:
+            held.add(demand, here)
             continue
-        beside = max(0, needs[claim.name].least - needs[claim.name].weights)
-        choice = held.choose(claim, here, threshold, beside)
+        choice = held.choose(demand, here, threshold, max(0, need.least - need.weights))
         target = here if choice is None else choice.device
-        held.add(claim, target)
+        held.add(demand, target)
         if choice is not None and target != here:
-            warm = bool(at[here].weights or at[here].open_requests)
-            found.append(Move(claim.name, here, target, warm, _why(choice, here)))
+            state = claim.at[here]
+            warm = bool(state.weights or state.open_requests)
+            found.append(Move(need.model, here, target, warm, _why(choice, here)))
     return found
 
 

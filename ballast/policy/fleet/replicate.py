@@ -6,6 +6,7 @@ The fleet policy of placements `follow` and `both`. Requests that already wait s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -89,8 +90,13 @@ class ReplicateUnderLoad(FleetPolicy):
 
     def _spare(self, view: FleetView, before: ReplicateMemo) -> dict[str, float]:
         spare: dict[str, float] = {}
+        homes: dict[str, list[Hosting]] = defaultdict(list)
+        for device in view.devices:
+            for h in device.hosting:
+                if h.homed:
+                    homes[h.model].append(h)
         for need in view.needs:
-            own = [h for _, h in _homes(need.model, view)]
+            own = homes.get(need.model, ())
             enough = sum(h.work for h in own) <= self.low * (len(own) - 1)
             if len(own) > 1 and enough and not any(h.late for h in own):
                 spare[need.model] = before.spare.get(need.model, view.now)

@@ -36,8 +36,12 @@ def device(
     mean: int = 0,
 ) -> DeviceLoad:
     """`tokens`: of all that wait."""
-    hosting = replace(
-        Hosting("m", 0.0, waiting, 0, traffic=Traffic(1.0, mean, 0)),
+    hosting = Hosting(
+        "m",
+        0.0,
+        waiting,
+        0,
+        traffic=Traffic(1.0, mean, 0),
         kv_pages=kv,
         cached_pages=cached,
         waiting=waiting,
@@ -103,7 +107,7 @@ def test_pages_that_their_borrower_needs_no_more_go_home() -> None:
     for now in range(18):
         kv, borrowed = (99, 20) if now < 8 else (40, 0)
         d = device("a", 100 - kv, kv=kv)
-        d = replace(d, hosting=(replace(d.hosting[0], borrowed_pages=borrowed),))
+        d = replace(d, hosting=(d.hosting[0]._replace(borrowed_pages=borrowed),))
         decision = policy(view(float(now), d, device("b", 20), leases=[lease]), memo)
         memo = decision.memo
         expected = [("RecallPages", "b", "a", 30)] if now >= 17 else []
@@ -112,12 +116,12 @@ def test_pages_that_their_borrower_needs_no_more_go_home() -> None:
 
 def test_a_device_that_misses_prefixes_borrows_room_for_as_many() -> None:
     a = device("a", 0, kv=99, cached=60)
-    a = replace(a, hosting=(replace(a.hosting[0], missed_blocks=7),))
+    a = replace(a, hosting=(a.hosting[0]._replace(missed_blocks=7),))
     seen = view(0.0, a, device("b", 50))
     assert asked(ElasticLending()(seen, None)) == [("LendPages", "b", "a", 7)]
     (lend,) = ElasticLending()(seen, None).actions
     assert lend.why == "a misses prefixes of 7 pages, b can spare 50"
-    ahead = replace(a, hosting=(replace(a.hosting[0], traffic=Traffic(1.0, 5 * 16, 0)),))
+    ahead = replace(a, hosting=(a.hosting[0]._replace(traffic=Traffic(1.0, 5 * 16, 0)),))
     assert decide(ElasticLending(), ahead, device("b", 50)) == [("LendPages", "b", "a", 7 + 5)]
     short = device("c", 0, waiting=1, tokens=46 * 16)  # requests come first
     assert decide(ElasticLending(), a, device("b", 50), short) == [
@@ -127,7 +131,7 @@ def test_a_device_that_misses_prefixes_borrows_room_for_as_many() -> None:
     assert decide(ElasticLending(published=1), a, device("b", 50)) == []
     # What has been lent for that stays, though it is not used yet.
     policy, lease = ElasticLending(window=10.0), LeaseView("b", "a", 7, 0)
-    calm = replace(a, hosting=(replace(a.hosting[0], missed_blocks=0),))
+    calm = replace(a, hosting=(a.hosting[0]._replace(missed_blocks=0),))
     memo: object = None
     for now in range(12):
         seen = view(float(now), a if now == 10 else calm, device("b", 50))
@@ -142,7 +146,7 @@ def test_pages_with_prefixes_stay_as_long_as_their_borrower_has_no_room_for_them
     for kv, expected in ((90, []), (60, [("RecallPages", "b", "a", 30)])):
         memo: object = None
         d = device("a", 100 - kv, kv=kv, cached=kv)
-        d = replace(d, hosting=(replace(d.hosting[0], borrowed_pages=20),))
+        d = replace(d, hosting=(d.hosting[0]._replace(borrowed_pages=20),))
         for now in range(11):
             decision = policy(view(float(now), d, device("b", 20), leases=[lease]), memo)
             memo = decision.memo
@@ -187,13 +191,13 @@ def test_prefixes_that_nobody_misses_make_way_for_those_that_somebody_misses() -
     """A lender whose cache fills its memory with prefixes of one use has all of it to spare."""
     policy = ElasticLending(window=10.0)
     a = device("a", 0, kv=99, cached=60)
-    a = replace(a, hosting=(replace(a.hosting[0], missed_blocks=30),))
+    a = replace(a, hosting=(a.hosting[0]._replace(missed_blocks=30),))
     full = device("b", 2, kv=98, cached=90)
     decision = policy(view(0.0, a, full), None)
     assert asked(decision) == [("LendPages", "b", "a", 30)]
     # It misses some of what it gave up: it takes as much back, and gives up no more for a while.
     lease, memo = LeaseView("b", "a", 30, 0), decision.memo
-    misses = replace(full, hosting=(replace(full.hosting[0], missed_blocks=4),))
+    misses = replace(full, hosting=(full.hosting[0]._replace(missed_blocks=4),))
     decision = policy(view(1.0, a, misses, leases=[lease]), memo)
     assert asked(decision) == [("RecallPages", "b", "a", 4)]
     decision = policy(view(2.0, a, full, leases=[lease]), decision.memo)

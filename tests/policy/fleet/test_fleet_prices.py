@@ -127,7 +127,7 @@ def test_pages_go_home_that_their_borrower_has_had_no_use_for() -> None:
 
 
 def hosted(model: str, **more: float) -> Hosting:
-    return replace(Hosting(model, 0.1, 3, 0, weights=10 * PAGE, kv_pages=10), **more)  # type: ignore[arg-type]
+    return Hosting(model, 0.1, 3, 0, weights=10 * PAGE, kv_pages=10)._replace(**more)  # type: ignore[arg-type]
 
 
 def test_a_model_moves_where_its_pages_cost_less_than_they_avoid() -> None:
