@@ -120,7 +120,7 @@ class CommandHandler:
         if adapter is not None:
             return f"{wanted.model} is an adapter; ask for its base, {m.spec.name}"
         if isinstance(wanted, Leave):
-            state.unname(m)
+            state.stop_accepting(m)
             return None
         if isinstance(wanted, ActivateCommand):
             m.quarantine.lift(s.name for s in m.spec.served)
@@ -264,9 +264,9 @@ class CommandHandler:
             return False
         if m.weights.may_be_loading:
             if m.residency is Residency.RESIDENT:
-                layer_remap.drive_out(state, m)
+                layer_remap.request_eviction(state, m)
             return False
         if m.life.settling:
             return False
-        state.strike(m)
+        state.remove_model(m)
         return True

@@ -17,7 +17,7 @@ from ballast.core.story import Story
 from ballast.engine import staging
 from ballast.engine.compute_view import Looked, compute_view, could_run, runnable
 from ballast.engine.decider import MemoryDecider
-from ballast.engine.life_rules import Landing
+from ballast.engine.life_rules import EarlyStart
 from ballast.engine.model import ModelState
 from ballast.engine.plan import plan
 from ballast.engine.state import DeviceState
@@ -143,7 +143,7 @@ class Dispatcher:
     def record(self, m: ModelState, job: Job, at: float) -> None:
         """Record in state and story that a job of `m` is in flight since `at`."""
         m.running.begin(self._state.requests[part.request_id] for part in job.work)
-        if m.life.landing is Landing.OPEN:
+        if m.life.early_start is EarlyStart.ALLOWED:
             m.life.begin_early_job(job, at)
         else:
             m.life.begin_job(job, at)

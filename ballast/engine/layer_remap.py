@@ -30,7 +30,7 @@ def remap(state: DeviceState, m: ModelState, wanted: ResidencyPlan) -> Short | N
     return None
 
 
-def drive_out(state: DeviceState, m: ModelState, after: ResidencyPlan | None = None) -> None:
+def request_eviction(state: DeviceState, m: ModelState, after: ResidencyPlan | None = None) -> None:
     """Order the eviction of a model, or of the parts that are absent in the plan `after`; carried
     out as soon as no job and no load is in flight."""
     m.life.order_eviction()

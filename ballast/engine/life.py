@@ -17,7 +17,7 @@ from ballast.engine.life_rules import (
     MOVES,
     NEWS,
     PARTS,
-    Landing,
+    EarlyStart,
     Membership,
     RemapPhase,
     Step,
@@ -34,8 +34,8 @@ class Life:
 
     __slots__ = (
         "_broken",
+        "_early_start",
         "_job",
-        "_landing",
         "_layers",
         "_remap",
         "_residency",
@@ -66,7 +66,7 @@ class Life:
         self.unused = False
         """Whether no job has begun since the last activation was ordered."""
         self._residency, self._work, self._stay = Residency.ABSENT, Work.IDLE, Membership.SERVED
-        self._landing, self._layers = Landing.SHUT, RemapPhase.STILL
+        self._early_start, self._layers = EarlyStart.NONE, RemapPhase.STILL
         self._transfer: int | None = None
         self._broken: str | None = None
         self._job: Job | None = None
@@ -79,8 +79,8 @@ class Life:
         return self._residency
 
     @property
-    def landing(self) -> Landing:
-        return self._landing
+    def early_start(self) -> EarlyStart:
+        return self._early_start
 
     @property
     def work(self) -> Work:
@@ -117,13 +117,13 @@ class Life:
     @property
     def settling(self) -> bool:
         """Whether it waits for the end of loads of layers: a `RotationSettledEvent` will come."""
-        return self._layers is RemapPhase.SETTLING or self._layers is RemapPhase.QUIETING
+        return self._layers is RemapPhase.SETTLING or self._layers is RemapPhase.DRAINING_LOADS
 
     @property
     def awaited(self) -> bool:
         """Whether an event for it, other than the end of a job, will come."""
         layers = self._layers
-        waits = layers is RemapPhase.SETTLING or layers is RemapPhase.QUIETING
+        waits = layers is RemapPhase.SETTLING or layers is RemapPhase.DRAINING_LOADS
         return waits or self._transfer is not None
 
     @property
@@ -136,7 +136,7 @@ class Life:
         """Whether a job may begin: the weights are resident, or jobs can wait for missing layers,
         no job is in flight, and no change of layers is pending."""
         return (
-            (self._residency is Residency.RESIDENT or self._landing is Landing.OPEN)
+            (self._residency is Residency.RESIDENT or self._early_start is EarlyStart.ALLOWED)
             and self._work is Work.IDLE
             and self._layers is RemapPhase.STILL
         )
@@ -148,7 +148,7 @@ class Life:
         """
         if self._work is Work.BUSY or self.stopping:
             return None
-        if self._landing is Landing.BROKEN:
+        if self._early_start is EarlyStart.BROKEN:
             return Step.FAIL
         if self._residency is Residency.EVICTING and not stirred:
             return Step.EVICT
@@ -162,9 +162,9 @@ class Life:
         self._go(Transition.ACTIVATE)
         self._transfer, self.unused = transfer, True
 
-    def find(self, now: float) -> None:
+    def activate_shared(self, now: float) -> None:
         """Become resident without a transfer: other models have loaded all of its weights."""
-        self._go(Transition.FIND)
+        self._go(Transition.ACTIVATE_SHARED)
         self.resident_since, self.unused = now, True
 
     def refill(self, transfer: int) -> None:
@@ -245,25 +245,28 @@ class Life:
         """Mark the model to leave the device when its requests have ended."""
         self._go(Transition.LEAVE)
 
-    def strike(self) -> None:
+    def remove(self) -> None:
         """Remove the model from the device."""
-        self._go(Transition.STRIKE)
+        self._go(Transition.REMOVE)
 
     # -- checks -----------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Raises BrokenPromise unless the parts are consistent. To be called between events."""
         residency, work, layers = self._residency, self._work, self._layers
-        landing, activating = self._landing, residency is Residency.ACTIVATING
+        early_start, activating = self._early_start, residency is Residency.ACTIVATING
         there = residency in (Residency.RESIDENT, Residency.EVICTING)
         for wrong, what in (
             (
-                work is Work.BUSY and not there and landing is Landing.SHUT,
+                work is Work.BUSY and not there and early_start is EarlyStart.NONE,
                 "a job without weights",
             ),
-            (landing is not Landing.SHUT and not activating, "a landing without a load"),
             (
-                landing is Landing.BROKEN and work is Work.IDLE,
+                early_start is not EarlyStart.NONE and not activating,
+                "an early start without a load",
+            ),
+            (
+                early_start is EarlyStart.BROKEN and work is Work.IDLE,
                 "a failure that nothing is in the way of",
             ),
             (work is Work.BUSY and self.settling, "a job while loads are being waited for"),
@@ -288,10 +291,10 @@ class Life:
             ),
             (
                 (self._transfer is not None)
-                != (self.stopping or (activating and landing is not Landing.BROKEN)),
+                != (self.stopping or (activating and early_start is not EarlyStart.BROKEN)),
                 "a transfer",
             ),
-            ((self._broken is not None) != (landing is Landing.BROKEN), "a broken load"),
+            ((self._broken is not None) != (early_start is EarlyStart.BROKEN), "a broken load"),
             ((self._job is not None) != (work is Work.BUSY), "a job"),
             (
                 (self._remap is not None) != (layers in (RemapPhase.ORDERED, RemapPhase.SETTLING)),

@@ -4,16 +4,16 @@ Used by `ballast.engine.life`, which applies it. A model's life has five indepen
 gives, for each transition, the parts that it concerns and the states between which it moves them. A
 part that a rule leaves out may be in any state, and keeps it.
 
-=========  ==========================================  ===================================
-part       states                                      subject
-=========  ==========================================  ===================================
-residency  absent, activating, resident, evicting,     the weights
-           failed
-landing    shut, open, broken                          jobs while the weights still arrive
-work       idle, busy                                  the job in flight
-layers     still, ordered, settling, quieting          which layers rotate, or are read in place
-stay       served, leaving, gone                       whether it belongs to the device
-=========  ==========================================  ===================================
+===========  ==========================================  ===================================
+part         states                                      subject
+===========  ==========================================  ===================================
+residency    absent, activating, resident, evicting,     the weights
+             failed
+early_start  none, allowed, broken                       jobs while the weights still arrive
+work         idle, busy                                  the job in flight
+layers       still, ordered, settling, draining loads    which layers rotate, or are read in place
+stay         served, leaving, gone                       whether it belongs to the device
+===========  ==========================================  ===================================
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dataclasses import dataclass, fields
 from ballast.core.view import Residency
 
 
-class Landing(enum.Enum):
+class EarlyStart(enum.Enum):
     """Whether a job of a model that is being activated may run."""
 
-    SHUT = "shut"
+    NONE = "none"
     """Jobs wait for the whole load, or there is no load."""
-    OPEN = "open"
+    ALLOWED = "allowed"
     """A job may run; it waits for each layer that has not landed."""
     BROKEN = "broken"
     """The load has failed while a job is in flight, whose end is awaited."""
@@ -52,7 +52,7 @@ class RemapPhase(enum.Enum):
     """A change is ordered; it waits for the end of the job in flight."""
     SETTLING = "settling"
     """A change is ordered; it waits for loads of layers to end (`RotationSettledEvent`)."""
-    QUIETING = "quieting"
+    DRAINING_LOADS = "draining loads"
     """No change is ordered, but loads of layers are awaited (`RotationSettledEvent`)."""
 
 
@@ -80,7 +80,7 @@ class Transition(enum.Enum):
     """Transitions of a model's life."""
 
     ACTIVATE = "activate"
-    FIND = "find"
+    ACTIVATE_SHARED = "activate shared"
     """Activation without a transfer: other models have loaded all of its weights."""
     REFILL = "refill"
     """One more transfer for segments that another model was to load and did not."""
@@ -103,10 +103,10 @@ class Transition(enum.Enum):
     SETTLE = "settle"
     SETTLED = "settled"
     LEAVE = "leave"
-    STRIKE = "strike"
+    REMOVE = "remove"
 
 
-_R, _A, _W, _L, _S = Residency, Landing, Work, RemapPhase, Membership
+_R, _A, _W, _L, _S = Residency, EarlyStart, Work, RemapPhase, Membership
 _HERE = {_S.SERVED: _S.SERVED, _S.LEAVING: _S.LEAVING}
 _IDLE = {_W.IDLE: _W.IDLE}
 _RESIDENT = {_R.RESIDENT: _R.RESIDENT}
@@ -118,7 +118,7 @@ class Rule:
     """One transition: old and new states of each part. None: any state, which stays."""
 
     residency: Mapping[Residency, Residency] | None = None
-    landing: Mapping[Landing, Landing] | None = None
+    early_start: Mapping[EarlyStart, EarlyStart] | None = None
     work: Mapping[Work, Work] | None = None
     layers: Mapping[RemapPhase, RemapPhase] | None = None
     stay: Mapping[Membership, Membership] | None = None
@@ -126,24 +126,24 @@ class Rule:
 
 RULES: Mapping[Transition, Rule] = {
     Transition.ACTIVATE: Rule(residency={_R.ABSENT: _R.ACTIVATING}, stay=_HERE),
-    Transition.FIND: Rule(residency={_R.ABSENT: _R.RESIDENT}, stay=_HERE),
-    Transition.REFILL: Rule(residency=_ACTIVATING, landing={_A.SHUT: _A.SHUT}),
-    Transition.OPEN: Rule(residency=_ACTIVATING, landing={_A.SHUT: _A.OPEN}),
+    Transition.ACTIVATE_SHARED: Rule(residency={_R.ABSENT: _R.RESIDENT}, stay=_HERE),
+    Transition.REFILL: Rule(residency=_ACTIVATING, early_start={_A.NONE: _A.NONE}),
+    Transition.OPEN: Rule(residency=_ACTIVATING, early_start={_A.NONE: _A.ALLOWED}),
     Transition.LAND: Rule(
         residency={_R.ACTIVATING: _R.RESIDENT},
-        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT},
+        early_start={_A.NONE: _A.NONE, _A.ALLOWED: _A.NONE},
     ),
     Transition.BREAK: Rule(
-        residency=_ACTIVATING, landing={_A.OPEN: _A.BROKEN}, work={_W.BUSY: _W.BUSY}
+        residency=_ACTIVATING, early_start={_A.ALLOWED: _A.BROKEN}, work={_W.BUSY: _W.BUSY}
     ),
     Transition.FAIL: Rule(
         residency={_R.ACTIVATING: _R.FAILED},
-        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT, _A.BROKEN: _A.SHUT},
+        early_start={_A.NONE: _A.NONE, _A.ALLOWED: _A.NONE, _A.BROKEN: _A.NONE},
         work=_IDLE,
     ),
     Transition.STOP_LOAD: Rule(
         residency={_R.ACTIVATING: _R.EVICTING},
-        landing={_A.SHUT: _A.SHUT, _A.OPEN: _A.SHUT},
+        early_start={_A.NONE: _A.NONE, _A.ALLOWED: _A.NONE},
         work=_IDLE,
         stay=_HERE,
     ),
@@ -153,15 +153,15 @@ RULES: Mapping[Transition, Rule] = {
         layers={
             _L.STILL: _L.STILL,
             _L.ORDERED: _L.STILL,
-            _L.SETTLING: _L.QUIETING,
-            _L.QUIETING: _L.QUIETING,
+            _L.SETTLING: _L.DRAINING_LOADS,
+            _L.DRAINING_LOADS: _L.DRAINING_LOADS,
         },
         stay=_HERE,
     ),
     Transition.EVICT: Rule(
         residency={_R.EVICTING: _R.ABSENT},
         work=_IDLE,
-        layers={_L.STILL: _L.STILL, _L.QUIETING: _L.QUIETING},
+        layers={_L.STILL: _L.STILL, _L.DRAINING_LOADS: _L.DRAINING_LOADS},
     ),
     Transition.BEGIN_JOB: Rule(
         residency=_RESIDENT,
@@ -171,7 +171,7 @@ RULES: Mapping[Transition, Rule] = {
     ),
     Transition.BEGIN_EARLY_JOB: Rule(
         residency=_ACTIVATING,
-        landing={_A.OPEN: _A.OPEN},
+        early_start={_A.ALLOWED: _A.ALLOWED},
         work={_W.IDLE: _W.BUSY},
         layers={_L.STILL: _L.STILL},
         stay=_HERE,
@@ -183,18 +183,18 @@ RULES: Mapping[Transition, Rule] = {
             _L.STILL: _L.ORDERED,
             _L.ORDERED: _L.ORDERED,
             _L.SETTLING: _L.SETTLING,
-            _L.QUIETING: _L.SETTLING,
+            _L.DRAINING_LOADS: _L.SETTLING,
         },
         stay=_HERE,
     ),
     Transition.SETTLE: Rule(
         residency={_R.RESIDENT: _R.RESIDENT, _R.EVICTING: _R.EVICTING},
         work=_IDLE,
-        layers={_L.STILL: _L.QUIETING, _L.ORDERED: _L.SETTLING},
+        layers={_L.STILL: _L.DRAINING_LOADS, _L.ORDERED: _L.SETTLING},
     ),
-    Transition.SETTLED: Rule(layers={_L.SETTLING: _L.STILL, _L.QUIETING: _L.STILL}),
+    Transition.SETTLED: Rule(layers={_L.SETTLING: _L.STILL, _L.DRAINING_LOADS: _L.STILL}),
     Transition.LEAVE: Rule(stay={_S.SERVED: _S.LEAVING}),
-    Transition.STRIKE: Rule(
+    Transition.REMOVE: Rule(
         residency={_R.ABSENT: _R.ABSENT, _R.RESIDENT: _R.ABSENT, _R.FAILED: _R.FAILED},
         work=_IDLE,
         layers={_L.STILL: _L.STILL},
@@ -205,13 +205,13 @@ RULES: Mapping[Transition, Rule] = {
 
 NEWS = frozenset(
     {
-        Transition.FIND,
+        Transition.ACTIVATE_SHARED,
         Transition.REFILL,
         Transition.LAND,
         Transition.FAIL,
         Transition.EVICT,
         Transition.SETTLED,
-        Transition.STRIKE,
+        Transition.REMOVE,
     }
 )
 """Transitions after which policies decide again: an action that they ordered has ended."""

@@ -67,7 +67,7 @@ def bring(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     m.for_requests = bool(m.waiting)
     if m.weights.filled:
         # Other models have brought all of it, or it is read in place.
-        m.life.find(state.now)
+        m.life.activate_shared(state.now)
     else:
         m.life.activate(transfer)
         m.activation_at = state.now
@@ -95,7 +95,7 @@ def give_up(state: DeviceState, m: ModelState, plan: ResidencyPlan) -> Refusal:
     elif rest:
         layer_remap.give_up_more(state, m, plan)
     else:
-        layer_remap.drive_out(state, m, plan)
+        layer_remap.request_eviction(state, m, plan)
     return None
 
 

@@ -144,15 +144,15 @@ class DeviceState:
         for m in self.models.values():
             self.keep_promises(m)
 
-    def unname(self, m: ModelState) -> None:
+    def stop_accepting(self, m: ModelState) -> None:
         """Accept no more requests for a model and its adapters: it will leave the device."""
         m.life.leave()
         self.named = {name: found for name, found in self.named.items() if found[0] is not m}
 
-    def strike(self, m: ModelState) -> None:
+    def remove_model(self, m: ModelState) -> None:
         """Remove a leaving model with its memory and addresses. It must have no requests, no job
         and no load in flight."""
-        m.life.strike()
+        m.life.remove()
         self.migration.forget(m)
         for owner in (m.kv.owner, m.weights.owner):
             self.pool.guarantee(owner, 0)

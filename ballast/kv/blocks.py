@@ -143,7 +143,7 @@ class KvCache:
             if fresh > 0 and not book.back(fresh):
                 return Short(self.counts.pages_for(n), max(0, n - slabs.at_hand))
         if n > slabs.free:
-            book.lose(slabs.sacrifice(n - slabs.free))
+            book.lose(slabs.free_cached(n - slabs.free))
         new_blocks = slabs.allocate(n)
         book.refs.update(dict.fromkeys(new_blocks, 1))
         if places is None:

@@ -226,7 +226,7 @@ class Slabs:
             self.settle(slab)
         return blocks
 
-    def sacrifice(self, n: int) -> list[int]:
+    def free_cached(self, n: int) -> list[int]:
         """Turn at least `n` cached blocks into free ones and return them; fewer if no more exist.
 
         Slabs in use come first, then whole idle slabs; among slabs those of tenants over their

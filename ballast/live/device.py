@@ -190,8 +190,8 @@ class LiveDevice:
                 self.executors[name] = self.executors_of(self.models.by_name[name], m)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others are served
                 self._grammar_compiler.forget(name)
-                self.state.unname(m)
-                self.state.strike(m)
+                self.state.stop_accepting(m)
+                self.state.remove_model(m)
                 self.models.refuse(name, error)
         for name, why in self.models.failed.items() - self.fleet.faults.items():
             log.error("model %s is not served: %s", name, why)

@@ -32,7 +32,7 @@ def two_devices(folder: Path, n_models: int) -> FleetSettings:
 
 
 def test_the_engine_in_a_worker_is_measured(tmp_path: Path) -> None:
-    fleet = two_devices(tmp_path, 2)
+    fleet = two_devices(tmp_path, 1)
     here, specs = calibrated(replace(fleet, others=(), other_links=()), rounds=1)
     found = calibrate_in_worker(fleet, specs, here, rounds=1)
     assert found.costs.keys() == here.costs.keys() == {m.name for m in fleet.models}

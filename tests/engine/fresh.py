@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ballast.core.view import Residency
-from ballast.engine.life_rules import Landing, Work
+from ballast.engine.life_rules import EarlyStart, Work
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
 from ballast.engine.views import deferred_pages, device_view, made_anew
@@ -19,7 +19,7 @@ def check_views(state: DeviceState) -> None:
         assert seen.busy == (life.work is Work.BUSY) == any(r.in_flight for r in seen.running)
         assert seen.rotation == (life.remap_to or m.weights.plan).rotation
         here = life.residency in (Residency.RESIDENT, Residency.EVICTING)
-        assert not seen.running or here or life.landing is not Landing.SHUT
+        assert not seen.running or here or life.early_start is not EarlyStart.NONE
         open_here = seen.waiting or seen.running or m.paused
         here = life.residency is Residency.RESIDENT
         here |= life.residency is Residency.ABSENT and not m.weights.plan.empty

@@ -21,7 +21,7 @@ from ballast.core.settings import FleetSettings
 from ballast.core.units import KiB
 from ballast.core.view import Residency
 from ballast.engine.layer_stream import MakeStream
-from ballast.engine.life_rules import Landing
+from ballast.engine.life_rules import EarlyStart
 from ballast.live.cpu_machine import CpuMachine
 from ballast.memory.copies import Copy, CopyBytes, copy_checked
 from ballast.memory.transfer import HostLink
@@ -116,7 +116,7 @@ def check(server: InProcess) -> None:
     server.drain()
     server.device.state.validate()
     for m in server.device.state.models.values():
-        assert m.life.landing is Landing.SHUT
+        assert m.life.early_start is EarlyStart.NONE
         assert m.weights.range.os_backed() == m.weights.range.backed + m.weights.range.aliased
 
 

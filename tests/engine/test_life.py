@@ -16,7 +16,7 @@ from ballast.core.view import Residency
 from ballast.engine.life import Life
 from ballast.engine.life_rules import (
     RULES,
-    Landing,
+    EarlyStart,
     Membership,
     RemapPhase,
     Step,
@@ -26,7 +26,7 @@ from ballast.engine.life_rules import (
 
 PARTS: dict[str, type[enum.Enum]] = {
     "residency": Residency,
-    "landing": Landing,
+    "early_start": EarlyStart,
     "work": Work,
     "layers": RemapPhase,
     "stay": Membership,
@@ -36,7 +36,7 @@ JOB = Job(1, 0, "m", ())
 
 DO: dict[Transition, Callable[[Life], object]] = {
     Transition.ACTIVATE: lambda m: m.activate(1),
-    Transition.FIND: lambda m: m.find(0.0),
+    Transition.ACTIVATE_SHARED: lambda m: m.activate_shared(0.0),
     Transition.REFILL: lambda m: m.refill(2),
     Transition.OPEN: lambda m: m.open(),
     Transition.LAND: lambda m: m.land(0.0),
@@ -53,7 +53,7 @@ DO: dict[Transition, Callable[[Life], object]] = {
     Transition.SETTLE: lambda m: m.settle(),
     Transition.SETTLED: lambda m: m.settled(),
     Transition.LEAVE: lambda m: m.leave(),
-    Transition.STRIKE: lambda m: m.strike(),
+    Transition.REMOVE: lambda m: m.remove(),
 }
 
 
@@ -96,14 +96,14 @@ class Driven:
         resident = life.residency is Residency.RESIDENT and here
         if life.residency is Residency.ABSENT and here:
             yield lambda d: d.life.activate(1)
-            yield lambda d: d.life.find(0.0)
+            yield lambda d: d.life.activate_shared(0.0)
         if life.stopping:
             yield Driven.load_stopped
         elif life.transfer_id is not None:
             if life.work is Work.IDLE and here:
                 yield lambda d: d.life.stop_load()
             yield lambda d: d.life.land(0.0)
-            if life.landing is Landing.SHUT:
+            if life.early_start is EarlyStart.NONE:
                 yield lambda d: d.life.refill(2)
                 yield lambda d: d.life.open()
             if life.work is Work.BUSY:
@@ -113,7 +113,7 @@ class Driven:
             if life.ready and here:
                 yield lambda d: d.life.begin_early_job(JOB, 0.0)
         if resident:
-            yield Driven.drive_out
+            yield Driven.request_eviction
             yield Driven.remap
             if life.work is Work.IDLE and not life.settling:
                 yield lambda d: d.life.begin_job(JOB, 0.0)
@@ -126,9 +126,9 @@ class Driven:
             yield lambda d: d.life.leave()
         waits = life.awaited or life.work is Work.BUSY or self.stirred
         if life.stay is Membership.LEAVING and not waits:
-            yield lambda d: d.life.strike()
+            yield lambda d: d.life.remove()
 
-    def drive_out(self) -> None:
+    def request_eviction(self) -> None:
         self.life.order_eviction()
         self.proceed()
 
@@ -209,7 +209,7 @@ def test_a_state_that_no_event_leads_to_is_found() -> None:
         lambda m: m.begin_job(JOB, 0.0) or m.order_remap(LAYERS) or m.end_job(),
     ):
         life = Life("m")
-        life.find(0.0)
+        life.activate_shared(0.0)
         life.validate()
         spoilt(life)
         with pytest.raises(BrokenPromise, match="m \\(residency"):

@@ -1,5 +1,6 @@
-"""Entries of a fleet file whose directories are not there, in a server: all are named, the others
-are served; so too where the file is read again, or is checked by the doctor."""
+"""Entries of a fleet file that cannot be served, as their directories are not there or what they
+hold would hang, crash or fill a server: all are named, the others are served; so too where the file
+is read again, or is checked by the doctor."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from ballast.cli import app
 from tests.server.process import error_line, server, until
-from tests.server.test_admin import ADMIN, ask
+from tests.server.test_admin import ADMIN, add, ask
 from tests.server.test_api import MODEL
 
 OTHER = "wren-mini"
@@ -62,6 +66,20 @@ def no_tokenizer_yet(path: Path) -> None:
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
 
 
+def changed(file: str, **values: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        shutil.copytree(path.parent / OTHER, path)
+        known = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps({**known, **values}))
+
+    return change
+
+
+def brackets(path: Path) -> None:
+    shutil.copytree(path.parent / OTHER, path)
+    (path / "config.json").write_text("[" * 200_000)
+
+
 BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "dangling": ("dangling", dangling, "a link to "),
     "unmounted": ("unmounted", empty, "is its volume mounted?"),
@@ -74,6 +92,9 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut": ("cut", cut, "as an unfinished download is"),
     "pointer": ("pointer", pointer, "git lfs pull"),
     "mute": ("mute", no_tokenizer_yet, "git lfs pull"),
+    "brackets": ("brackets", brackets, "nested too deeply"),
+    "end": ("end", changed("generation_config.json", eos_token_id=[[1]]), "eos_token_id"),
+    "layers": ("layers", changed("config.json", num_hidden_layers=10**7), "num_hidden_layers"),
     "dialect": ("more\n    tool_parser: none-such", lambda path: None, "none-such"),
 }
 """Path of each bad entry, how its directory is made, and what the reason names."""
@@ -118,6 +139,14 @@ def test_bad_entries_are_all_named_and_the_others_served(file: Path) -> None:
         assert refused.status_code == 404
         assert "is its volume mounted?" in refused.json()["error"]["message"]
 
+        # What an operator adds is tried in the same way.
+        for name in ("brackets", "layers"):
+            refused = add(running, name="new", path=name)
+            assert refused.status_code == 400
+            assert BAD[name][2] in refused.json()["error"]["message"]
+        assert ask(running, OTHER).status_code == 200
+        assert ask(running, "new").status_code == 404
+
         # The volume is mounted again, another one goes, and a new entry is bad.
         shutil.rmtree(file.parent / "unmounted")
         (file.parent / "more").rename(file.parent / "unmounted")
@@ -157,8 +186,8 @@ def test_the_doctor_fails_each_bad_entry_and_checks_adapters(file: Path) -> None
         "  - {name: b, path: cut}\n  - {name: lora-a, adapter: more, base: a}\n"
         "  - {name: lora-b, adapter: more, base: good}\ndevices:\n  - {budget: 64MiB}\n"
     )
-    ended = ballast("doctor", str(file))
-    assert ended.returncode == 1
+    ended = CliRunner().invoke(app, ["doctor", str(file)])
+    assert ended.exit_code == 1
     failing = [line for line in ended.stdout.splitlines() if " fail " in line.lower()]
     for name in ("a", "b", "lora-a", "lora-b"):
         assert any(f" {name} " in line for line in failing), ended.stdout

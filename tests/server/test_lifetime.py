@@ -133,7 +133,22 @@ def test_a_request_that_kills_workers_fails(own: ServerProcess) -> None:
 # -- servers told to stop -----------------------------------------------------------------------
 
 
-def test_an_idle_server_restarts_in_its_process_and_stops_with_code_0(own: ServerProcess) -> None:
+def test_a_server_restarts_in_its_process_and_stops_in_bounded_time(echo_file: Path) -> None:
+    with server(echo_file, "--echo", "--drain", "4") as own:
+        restart_idle(own)
+        restart_busy(own)
+        worker = own.worker_pid
+        held = Background(own, stream=True)
+        until(lambda: bool(held.lines))
+        own.signal(signal.SIGINT)
+        held.join()
+        assert "stopped before this was finished" in held.text
+        assert own.wait() == 0
+        assert not Path(f"/proc/{worker}").exists()
+        assert "Traceback" not in own.output
+
+
+def restart_idle(own: ServerProcess) -> None:
     """It has taken any port, and keeps it."""
     assert own.http.get("/health").json()["status"] == "ok"
     worker = own.worker_pid
@@ -141,33 +156,24 @@ def test_an_idle_server_restarts_in_its_process_and_stops_with_code_0(own: Serve
     until(lambda: sum(f" at {own.url}" in line for line in own.lines) == 2)
     assert not Path(f"/proc/{worker}").exists()
     assert httpx.get(f"{own.base}/health", timeout=DEADLINE).json()["status"] == "ok"
-    worker = own.worker_pid
-    own.signal(signal.SIGINT)
-    assert own.wait() == 0
-    assert not Path(f"/proc/{worker}").exists()
-    assert "Traceback" not in own.output
 
 
-def test_requests_that_come_during_a_restart_wait_for_it(echo_file: Path) -> None:
-    """From the signal on, also while open requests are waited for, and by an old connection."""
-    with server(echo_file, "--echo", "--drain", "4") as restarting:
-        assert restarting.http.get("/health").status_code == 200
-        held = Background(restarting, stream=True)
-        until(lambda: bool(held.lines))
-        restarting.signal(signal.SIGUSR2)
-        until(
-            lambda: any(
-                "draining: 1 requests are open; a restart follows" in line
-                for line in restarting.lines
-            )
-        )
-        later = Background(restarting, stream=True, seed=0)
-        assert restarting.http.post("/v1/completions", json=body(False, 0)).status_code == 200
-        later.join()
-        assert later.status == 200
-        assert later.lines[-2:] == ["data: [DONE]", ""]
-        held.join()
-        assert "stopped before this was finished" in held.text
+def restart_busy(own: ServerProcess) -> None:
+    """Requests wait for the restart from the signal on, also while open ones are waited for, and by
+    an old connection."""
+    assert own.http.get("/health").status_code == 200
+    held = Background(own, stream=True)
+    until(lambda: bool(held.lines))
+    own.signal(signal.SIGUSR2)
+    follows = "draining: 1 requests are open; a restart follows"
+    until(lambda: any(follows in line for line in own.lines))
+    later = Background(own, stream=True, seed=0)
+    assert own.http.post("/v1/completions", json=body(False, 0)).status_code == 200
+    later.join()
+    assert later.status == 200
+    assert later.lines[-2:] == ["data: [DONE]", ""]
+    held.join()
+    assert "stopped before this was finished" in held.text
 
 
 def test_a_server_that_is_stopped_while_it_is_to_restart_stops(own: ServerProcess) -> None:
@@ -189,16 +195,6 @@ def test_nothing_outlives_a_server_that_is_killed(echo_file: Path) -> None:
         children = killed.children
         killed.signal(signal.SIGKILL)
         until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
-
-
-def test_a_drain_is_bounded(echo_file: Path) -> None:
-    with server(echo_file, "--echo", "--drain", "1") as draining:
-        held = Background(draining, stream=True)
-        until(lambda: bool(held.lines))
-        draining.signal()
-        held.join()
-        assert "stopped before this was finished" in held.text
-        assert draining.wait() == 0
 
 
 def test_draining_refuses_what_is_new_and_a_second_signal_does_not_wait(echo_file: Path) -> None:

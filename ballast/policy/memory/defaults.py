@@ -129,11 +129,11 @@ def last_resort(view: DeviceView) -> Sequence[Action]:
     if view.lent:
         why = "requests find no memory"
         return [Recall(device, None, RECALL_SECONDS, why) for device, _ in view.lent]
-    m, r, why = sacrifice(view)
+    m, r, why = choose_victim(view)
     return [Refuse(m.name, r.id, why)]
 
 
-def sacrifice(view: DeviceView) -> tuple[ModelView, RequestView, str]:
+def choose_victim(view: DeviceView) -> tuple[ModelView, RequestView, str]:
     """Return the request to fail, its model, and the reason. The view must have a request.
 
     First choice: the oldest request that the device could not serve alone, even with all pages that

@@ -27,6 +27,10 @@ SUFFIXES = (
     b"%s%%23", b"%s%%20", b"%s.", b"%s?x=%%0A", b"%s%%2500", b"%s%%ff", b"/live/..%s",
     b"/live/..%%2f..%s", b"/live%%0A%s", b"/health;%s", b"http://localhost%s",
 )  # fmt: skip
+PARTS = 3
+"""A route is tried with one part of the spellings, a spelling with one part of the routes;"""
+WITH_ALL = (b"/metrics", b"/admin/models")
+"""these with all spellings."""
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +69,11 @@ def test_no_spelling_of_a_path_opens_it(guarded: ServerProcess) -> None:
     found = routes(guarded)
     assert len(found) > 25
     assert {b"/metrics", b"/admin/state", b"/admin/models"} <= {path for _, path in found}
-    for method, path in found:
-        spellings = {suffix % path for suffix in SUFFIXES}
-        spellings |= {path.upper(), path.title(), path.replace(b"m", b"%6d"), path[1:]}
-        for spelled in spellings:
+    for i, (method, path) in enumerate(found):
+        spellings = [suffix % path for suffix in SUFFIXES[1:]]
+        spellings += [path.upper(), path.title(), path.replace(b"m", b"%6d"), path[1:]]
+        part = slice(None) if path in WITH_ALL else slice(i % PARTS, None, PARTS)
+        for spelled in (path, *spellings[part]):
             status, body = ask(guarded, method, spelled, STRANGER)
             probe = path in (b"/live", b"/health") and status == 200
             assert status in (400, 401, 404) or probe, (method, spelled, status)
