@@ -1,4 +1,4 @@
-"""Define what parts of the controller hear of the devices' workers."""
+"""Define the events of devices' workers to which parts of the controller react."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Model the bytes of one pass of a model whose weights are read in host memory (C2CServe, 5, 6.3).
 
-A pass multiplies its rows by each layer's matrices, and the sampled ones by the head's. Of a layer
-with experts only those are read that a row has chosen: as many as rows that choose evenly and
-independently are expected to. Used by the simulator and by policies' estimates.
+A pass multiplies its rows by each layer's matrices, and the sampled ones by the head's. Of a
+layer's experts it reads those that a row has chosen; their expected number assumes that rows choose
+evenly and independently. Used by the simulator and by policies' estimates.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compute mixture-of-experts layers on CPU: compiled routing, experts' matrices, and sums.
 
-Four operations of a layer, each behind a barrier: *route* chooses the experts of every row and puts
+Four operations of a layer, each begun when the one before has ended: *route* chooses the experts of every row and puts
 rows of one expert together; *gate_up* and *down* run the linear kernel (`linear_code.py`), by its
 address, on each expert that has rows, on these alone; *combine* adds up the outputs of a row's
 experts. A row of an expert's input is a *slot*; slots of one expert are adjacent. A *pair* is a

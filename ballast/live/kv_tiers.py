@@ -1,8 +1,8 @@
 """Move KV between a live CPU device and the host tier, beside its jobs.
 
 Implements `engine.kv_tiers.KvTierCopies`. Bytes pass the device's link, as all others between host
-and device do, in a stream of their own. Every block is checksummed when it was stored and compared
-when it was fetched.
+and device do, in a stream of their own. Every block has a checksum, made when it is stored and
+compared when it is fetched.
 """
 
 from __future__ import annotations

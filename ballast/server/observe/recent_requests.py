@@ -108,7 +108,7 @@ class RecentRequests:
 
     @property
     def newest(self) -> object:
-        """Another object whenever a further request has ended."""
+        """The request that ended last: another object whenever one more has ended."""
         return self._ended[-1] if self._ended else None
 
     def trace(self) -> list[TracedRequest]:
