@@ -36,7 +36,7 @@ from ballast.sim.machine_profile import MachineProfile
 PRESETS = ("static+deadline", "lru+deadline", "recompute+deadline", "ballast")
 """All in the order of compute that `ballast` has."""
 LEAST = 20
-"""Least number of requests: terms are chosen so that the bursts have as many."""
+"""Least number of requests; where fewer would come, requests are made shorter."""
 PATIENCE = 30.0
 """Seconds after which a request is given up, and has failed."""
 

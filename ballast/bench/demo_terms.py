@@ -123,8 +123,8 @@ def choose_terms(
     seed: int = 0,
     least: int = 0,
 ) -> DemoTerms:
-    """Terms for the machine of `profile`; the workload lasts `seconds`. Where so few requests come
-    that a comparison says little, fewer than `least`, they are shorter, to a quarter.
+    """Choose terms for the machine of `profile`; the workload lasts `seconds`. Where fewer than
+    `least` requests would come, they are made shorter, down to a quarter of their length.
 
     Raises ConfigError where the fleet has several devices, or adapters.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,25 +51,9 @@ class EncoderModel(TransformersModel):
         for same in by_length.values():
             texts = [work[i] for i in same]
             self._stops = self._begin_pass(texts)
-            found.update(zip(same, self._pooled(texts), strict=True))
+            pooled = _pool(self._module, texts, self.spec.pooling, self._second)
+            found.update(zip(same, pooled, strict=True))
         return torch.stack([found[i] for i in range(len(work))])
-
-    def _pooled(self, work: Sequence[SequenceWork]) -> Tensor:
-        """Return the vectors of texts of equal length."""
-        ids = torch.tensor([w.tokens for w in work])
-        more = {}
-        if self._second:
-            places = torch.arange(ids.shape[1])
-            second = torch.tensor([[w.second_text or ids.shape[1]] for w in work])
-            more["token_type_ids"] = (places >= second).long()
-        output = self._module(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
-        if self.spec.pooling == SCORE:
-            scores: Tensor = output.logits
-            return scores
-        states: Tensor = output.last_hidden_state
-        if self.spec.pooling == "mean":
-            return states.float().mean(1)
-        return states[:, -1 if self.spec.pooling == "last" else 0]
 
     def _embedded(self, work: Sequence[SequenceWork]) -> list[EmbeddingOutput | FailedOutput]:
         if self.spec.pooling != SCORE:
@@ -80,3 +65,22 @@ class EncoderModel(TransformersModel):
             else self._not_finite(w, "scores")
             for w, row in zip(work, scores, strict=True)
         ]
+
+
+def _pool(module: Any, work: Sequence[SequenceWork], pooling: str, second: int) -> Tensor:
+    """Return the vectors of texts of equal length; `second`: type of tokens of a second text, 0: the
+    module knows no types."""
+    ids = torch.tensor([w.tokens for w in work])
+    more = {}
+    if second:
+        places = torch.arange(ids.shape[1])
+        begins = torch.tensor([[w.second_text or ids.shape[1]] for w in work])
+        more["token_type_ids"] = (places >= begins).long()
+    output = module(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
+    if pooling == SCORE:
+        scores: Tensor = output.logits
+        return scores
+    states: Tensor = output.last_hidden_state
+    if pooling == "mean":
+        return states.float().mean(1)
+    return states[:, -1 if pooling == "last" else 0]

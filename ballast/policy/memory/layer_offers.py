@@ -156,19 +156,12 @@ class LayerOffers:
         cap)."""
         known = self._most.get(id(m))
         if known is None:
-            known = self._most[id(m)] = m, self._hidden(view, m)
+            bound, n = self.bound(m), m.spec.n_layers
+            if self.cap and bound:
+                hidden = most(n, m.rotatable, 1.0, n * self._ratio(view, m), self.slots)
+                bound = min(bound, hidden)
+            known = self._most[id(m)] = m, bound
         return known[1]
-
-    def _hidden(self, view: DeviceView, m: ModelView) -> int:
-        bound = self.bound(m)
-        if not self.cap or not bound:
-            return bound
-        n = m.spec.n_layers
-        return min(bound, most(n, m.rotatable, 1.0, n * self._ratio(view, m), self.slots))
-
-    def freed(self, m: ModelView, budget: PageBudget) -> int:
-        """Return the layers that a model gives up once the decision, as made so far, is done."""
-        return m.rotation.n_freed + budget.taken(layers_of(m)) // max(1, m.layer_pages)
 
     def remap(self, m: ModelView, alpha: int, why: str) -> Reside:
         """Return a plan that frees `alpha` layers, any of them; `choose` chooses which, once the
@@ -257,6 +250,11 @@ class LayerOffers:
 def layers_of(m: ModelView) -> tuple[str, ...]:
     """Return the key of the offers of a model's layers."""
     return "layers", m.name
+
+
+def freed_layers(m: ModelView, budget: PageBudget) -> int:
+    """Return the layers that a model gives up once the decision, as made so far, is done."""
+    return m.rotation.n_freed + budget.taken(layers_of(m)) // max(1, m.layer_pages)
 
 
 def _passes(m: ModelView, requests: Iterable[RequestView]) -> int:

@@ -15,7 +15,7 @@ from ballast.policy.market.claim_and_offer import Claim, Source
 from ballast.policy.market.cover import cover
 from ballast.policy.market.offers import oldest
 from ballast.policy.market.page_budget import PageBudget
-from ballast.policy.memory.layer_offers import LayerOffers
+from ballast.policy.memory.layer_offers import LayerOffers, freed_layers
 
 
 def give_back(
@@ -53,7 +53,7 @@ def to_active(
     actions: list[Action] = []
     waiting = set()
     for m in view.models:
-        freed = layers.freed(m, budget)
+        freed = freed_layers(m, budget)
         if m.name not in returning or not freed or m.residency is not Residency.RESIDENT:
             continue
         excess = max(0, freed - layers.most(view, m))
@@ -76,7 +76,7 @@ def off_peak(view: DeviceView, budget: PageBudget, layers: LayerOffers) -> list[
     models = [
         m for active in (True, False) for m in reversed(layers.order(view.models, active=active))
     ]
-    freed = ((m, layers.freed(m, budget)) for m in models)
+    freed = ((m, freed_layers(m, budget)) for m in models)
     return [_layers_claim(view, layers, m, n, n, "the peak is over") for m, n in freed if n > 0]
 
 
