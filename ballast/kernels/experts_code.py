@@ -1,10 +1,11 @@
 """Compute mixture-of-experts layers on CPU: compiled routing, experts' matrices, and sums.
 
-Four operations of a layer, each begun when the one before has ended: *route* chooses the experts of every row and puts
-rows of one expert together; *gate_up* and *down* run the linear kernel (`linear_code.py`), by its
-address, on each expert that has rows, on these alone; *combine* adds up the outputs of a row's
-experts. A row of an expert's input is a *slot*; slots of one expert are adjacent. A *pair* is a
-row and one of its experts: pair `row * TOP_K + rank`, the expert with the largest share first.
+Four operations of a layer, each begun when the one before has ended: *route* chooses the experts of
+every row and puts rows of one expert together; *gate_up* and *down* run the linear kernel
+(`linear_code.py`), by its address, on each expert that has rows, on these alone; *combine* adds up
+the outputs of a row's experts. A row of an expert's input is a *slot*; slots of one expert are
+adjacent. A *pair* is a row and one of its experts: pair `row * TOP_K + rank`, the expert with the
+largest share first.
 
 Kernels take the address of a table of int64 whose fields are the constants below; threads share
 work through counters in it. A row's experts, their shares and their sum depend on that row alone:

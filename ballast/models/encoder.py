@@ -68,8 +68,8 @@ class EncoderModel(TransformersModel):
 
 
 def _pool(module: Any, work: Sequence[SequenceWork], pooling: str, second: int) -> Tensor:
-    """Return the vectors of texts of equal length; `second`: type of tokens of a second text, 0: the
-    module knows no types."""
+    """Return the vectors of texts of equal length; `second`: type of a second text's tokens, or
+    0 for a module without types."""
     ids = torch.tensor([w.tokens for w in work])
     more = {}
     if second:
