@@ -31,7 +31,7 @@ from benchmarks.common import finish, options, verdict
 from benchmarks.headroom import attained
 
 SOURCES = ("reuse", "idle", "parking", "preempting")
-ADDED = ("streaming", "in_place")
+ADDED = ("streaming", "in_place", "resting")
 """Sources that are off by default: what is lost without them is what they would gain."""
 TRAFFIC = ("arrivals", "lengths", "reused")
 """Estimates of traffic (`sim.distorted_traffic`)."""

@@ -9,7 +9,7 @@ decodes leave them. Times are forecasts of `ballast.policy.market.outlook`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
@@ -20,6 +20,7 @@ from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
 from ballast.policy.admission.late_last import PROMOTED
 from ballast.policy.admission.slack import MOST, Slack, begun_seconds
+from ballast.policy.admission.turns_by_slack import back_by
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.work_ahead import outputs_left, step_seconds
 
@@ -49,10 +50,15 @@ class LeastHarm(Slack):
     Where a request would be late for want of the lane, the one with the longest prefill of those
     before it is left out; for want of pages, the one that needs most pages.
 
-    `freed`: as of `ballast.policy.memory.arbiter.Arbiter`.
+    With `resting` a request that made way while it was ahead of its pace rests: it waits behind
+    those of its model whose first token is due before it has to be back. As these come to be due
+    later and later, it does not wait for long.
+
+    `freed`, `resting`: as of `ballast.policy.memory.arbiter.Arbiter`.
     """
 
     freed: float = 1
+    resting: float = 0
 
     def evaluate(self, view: DeviceView) -> tuple[set[str], float]:
         ahead = Outlook(view, freed=self.freed)
@@ -64,6 +70,14 @@ class LeastHarm(Slack):
 
         late, slack = left_out(waiting, wait, begun_seconds(view) * ahead.stretch)
         return late, min(slack, RENEWED) if late else slack
+
+    def at_rest(self, view: DeviceView, m: ModelView, late: Container[str]) -> Container[str]:
+        if not self.resting:
+            return ()
+        first = (r.due for r in m.waiting if r.first is None and r.id not in late)
+        earliest = min(first, default=math.inf)
+        made_way = [r for r in m.waiting if r.first is not None and r.undone == r.tokens]
+        return {r.id for r in made_way if r.id not in late and earliest < back_by(view, m, r)}
 
 
 def left_out(

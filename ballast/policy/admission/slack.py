@@ -9,7 +9,7 @@ whenever one would be late, leave out the one with the longest prefill of those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
@@ -31,6 +31,7 @@ _WHY = {
     LATE: "others of its model can be in time",
     BEHIND_ALL: "others can be in time",
 }
+_RESTS = "it is ahead of its pace, and others' first tokens are due earlier"
 MOST = 512
 """Most requests evaluated, those with the earliest deadlines; the others count as in time."""
 
@@ -87,14 +88,16 @@ class Slack(AdmissionPolicy):
         actions: list[Action] = []
         least = max(r.order.rank for m in view.models for r in (*m.waiting, *m.running))
         for m in view.models:
-            moved: dict[int, list[str]] = {}
+            moved: dict[tuple[int, str], list[str]] = {}
+            resting = self.at_rest(view, m, late)
             for r in m.waiting:
                 last = BEHIND_ALL if r.order.rank == least else LATE
-                place = last if r.id in late else IN_TIME
+                place = last if r.id in late else LATE if r.id in resting else IN_TIME
                 if r.place not in (place, PROMOTED):
-                    moved.setdefault(place, []).append(r.id)
-            for place, ids in moved.items():
-                actions.append(Reorder(m.name, tuple(ids), place, _WHY[place]))
+                    why = _RESTS if r.id in resting else _WHY[place]
+                    moved.setdefault((place, why), []).append(r.id)
+            for (place, why), ids in moved.items():
+                actions.append(Reorder(m.name, tuple(ids), place, why))
         until = view.now + max(slack, LEAST)
         behind = [(r.order, m.name, r.id) for m in view.models for r in m.waiting if r.id in late]
         n = sum(map(len, waiting))
@@ -110,6 +113,11 @@ class Slack(AdmissionPolicy):
                 until = min(until, since + self.aging)
         wake = until if until < float("inf") else None
         return Decision(tuple(actions), SlackMemo(waiting, until, since), wake)
+
+    def at_rest(self, view: DeviceView, m: ModelView, late: Container[str]) -> Container[str]:
+        """Return the ids of a model's requests that wait behind its others though they can be in
+        time; none here. `late`: those that are left out."""
+        return ()
 
     def evaluate(self, view: DeviceView) -> tuple[set[str], float]:
         """Return the ids of requests that are left out, and after how many seconds that may change

@@ -50,6 +50,8 @@ class Claim(NamedTuple):
     that undo no work."""
     undoing: Precedence | None = None
     """Precedence in place of `order` where it has work undone; None: `order`."""
+    resting: bool = False
+    """Whether it may also have requests preempted that are ahead of their pace, older ones too."""
     unused_only: bool = False
     """Whether it takes only memory that no request uses now."""
     gain: float = math.inf
@@ -76,8 +78,7 @@ class Claim(NamedTuple):
     def may_take(self, offer: Offer) -> bool:
         """Return whether it may have an offer: no work undone for it that is older, nothing from
         requests that are more important, and no blocks alone of other models."""
-        order = self.order if self.undoing is None else self.undoing
-        if offer.undoes is not None and not (self.may_preempt and order < offer.undoes):
+        if offer.undoes is not None and not (self.may_preempt and self._may_undo(offer)):
             return False
         if self.unused_only and (offer.in_use or offer.undoes is not None):
             return False
@@ -87,6 +88,12 @@ class Claim(NamedTuple):
         elif not offer.pages and not offer.everything:
             return False
         return offer.rank >= self.order.rank
+
+    def _may_undo(self, offer: Offer) -> bool:
+        assert offer.undoes is not None
+        if self.resting and offer.ahead and self.order.rank <= offer.undoes.rank:
+            return True
+        return (self.order if self.undoing is None else self.undoing) < offer.undoes
 
 
 class Offer(NamedTuple):
@@ -132,6 +139,8 @@ class Offer(NamedTuple):
     """Whether its action does all that the claim is for, so that `Claim.then` need not follow."""
     in_use: bool = False
     """Whether requests that are here use the memory, though no work of theirs is undone."""
+    ahead: bool = False
+    """Whether the request whose work it undoes can wait without being late."""
     at_hand: bool = False
     """Whether its blocks can be used by the owner's own requests as they are, which lack them if
     the offer is taken."""
@@ -159,6 +168,7 @@ class RunningWork(NamedTuple):
     owner: str
     key: tuple[str, ...]
     """Its last part is the request's id."""
+    ahead: bool
 
     @property
     def grain(self) -> int:

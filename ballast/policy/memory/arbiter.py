@@ -122,7 +122,8 @@ class Arbiter(MemoryPolicy):
     Sources, each of which can be switched off (0): `reuse`, cached prefixes; `idle`, weights of
     idle models; `parking`, weights of models with requests; `streaming`, layers that passes then
     read through slots; `in_place`, weights that passes read in host memory instead of coming;
-    `staging`, KV blocks that steps then read on the host; `preempting`, running requests.
+    `staging`, KV blocks that steps then read on the host; `preempting`, running requests;
+    `resting`, those that are ahead of their pace, for first tokens of others.
     `prewarming` 0: models that made way come back only when they are requested. `spilling` 0: KV
     that tiers below the device keep is priced as if it had to be computed again.
 
@@ -140,6 +141,7 @@ class Arbiter(MemoryPolicy):
     spilling: float = 1
     in_place: float = 0
     staging: float = 0
+    resting: float = 0
     prewarming: float = 1
     survival: float = 1
     freed: float = 1
@@ -151,7 +153,7 @@ class Arbiter(MemoryPolicy):
     def __call__(self, view: DeviceView, memo: object) -> Decision:
         absences = (memo if isinstance(memo, Absences) else Absences()).updated(view)
         ahead = self._outlook(view, absences)
-        claims = list(_claims(ahead))
+        claims = list(_claims(ahead, resting=bool(self.resting)))
         if not claims:
             free = view.free - view.promised
             home = layers_home(view, layer_offers(view), free)
@@ -227,7 +229,7 @@ class Arbiter(MemoryPolicy):
         return SupplyCurve(tables, RunningRequests(ahead) if self.preempting else None)
 
 
-def _claims(ahead: Outlook) -> Iterator[Claim]:
+def _claims(ahead: Outlook, *, resting: bool) -> Iterator[Claim]:
     """Yield the claims of a view: of models to come, of requests that wait, of those that run."""
     view = ahead.view
     waiting = [m for m in view.models if m.waiting and not m.held]
@@ -243,7 +245,7 @@ def _claims(ahead: Outlook) -> Iterator[Claim]:
             first = m.waiting[0]
             lack = short.get((m.name, first.id))
             if lack is not None:
-                yield _owed(view, m, _admission(ahead, m, lack))
+                yield _owed(view, m, _admission(ahead, m, lack, resting))
             elif not m.running and m.residency in (Residency.RESIDENT, Residency.ACTIVATING):
                 pages = view.first_lacks(m)
                 gain = _gain(ahead, m, pages)
@@ -311,9 +313,12 @@ def _activate(view: DeviceView, m: ModelView, _: int) -> Sequence[Action]:
     return (activation(view, m, "requests wait for it"),)
 
 
-def _admission(ahead: Outlook, m: ModelView, lack: Shortage) -> Claim:
-    """Return the claim of a resident model's first waiting request; it takes the pages of hopeless
-    requests alone, and keeps what becomes free unless admission has left it out."""
+def _admission(ahead: Outlook, m: ModelView, lack: Shortage, resting: bool) -> Claim:
+    """Return the claim of a resident model's first waiting request, which keeps what becomes free
+    unless admission has left it out.
+
+    It takes the pages of hopeless requests, and for a first token of those ahead of their pace.
+    """
     first, starves = m.waiting[0], _starves(ahead.view, m)
     return Claim(
         m.name,
@@ -323,6 +328,7 @@ def _admission(ahead: Outlook, m: ModelView, lack: Shortage) -> Claim:
         blocks=lack.blocks,
         admission=True,
         undoing=None if starves else first.order._replace(arrival=math.inf, sequence=-1),
+        resting=resting and first.first is None,
         gain=_gain(ahead, m, lack.pages),
         overdue=starves or first.place <= IN_TIME,
     )

@@ -15,7 +15,7 @@ from ballast.policy.market.claim_and_offer import Claim, Offer, RunningWork
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced
-from ballast.policy.market.work_ahead import precedence, step_seconds
+from ballast.policy.market.work_ahead import LEAST_SPREAD, SPREAD, precedence, step_seconds
 
 
 class RunningRequests:
@@ -41,6 +41,8 @@ class RunningRequests:
             lane, own = np.where(fetched, 0.0, lane), np.where(fetched, fetching, own)
         waits = ahead.coming.waits(work.pages + ahead.backlog) + own
         self._prices = ahead.lateness.of(waits) + ahead.lane_price * lane
+        slack = work.due - ahead.now
+        self._is_ahead = (work.allowed > 0) & (waits + LEAST_SPREAD + SPREAD * waits <= slack)
         self._pages, self._lost = work.pages, work.lost
         self._orders: dict[int, list[int]] = {}
         """Columns of `work`, the cheapest page first, for each number of pages lacked."""
@@ -98,7 +100,9 @@ class RunningRequests:
             price, order, name = self._prices.item(column), r.order, m.spec.name
             if self._lost.item(column) < self._ahead.now:
                 order = precedence(order, not self._ahead.is_first(r))
-            work = RunningWork(order, price, r.pages, r.blocks, name, ("request", name, r.id))
+            is_ahead = self._is_ahead.item(column) and not self._ahead.is_first(r)
+            key = ("request", name, r.id)
+            work = RunningWork(order, price, r.pages, r.blocks, name, key, is_ahead)
         self._found[column] = work
         return work
 
@@ -114,9 +118,9 @@ def _is_recovering(m: ModelView, r: RequestView) -> bool:
 
 
 def _preempting(work: RunningWork) -> Offer:
-    undoes, price, pages, blocks, owner, key = work
-    act = partial(_preempt, work)
-    return Offer(key, owner, pages, partial(float, price), act, blocks, undoes=undoes)
+    undoes, price, pages, blocks, owner, key, is_ahead = work
+    act, price_of = partial(_preempt, work), partial(float, price)
+    return Offer(key, owner, pages, price_of, act, blocks, undoes=undoes, ahead=is_ahead)
 
 
 def _preempt(work: RunningWork, _: int, claim: Claim) -> Preempt:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ballast.core.actions import Reorder
 from ballast.core.view import RequestView, Shortage
-from ballast.policy.admission.late_last import PROMOTED
+from ballast.policy.admission.late_last import LATE, PROMOTED
 from ballast.policy.admission.least_harm import LeastHarm, QueuedRequest, left_out
 from ballast.policy.market.claims import BEHIND_ALL
 from ballast.policy.market.starvation import LONGEST_WAIT
@@ -108,3 +108,28 @@ def test_the_kth_of_those_left_out_comes_first_within_k_times_ten_seconds() -> N
     assert list(first_at) == ["r1", "r2", "r3", "r4"], "the oldest first"
     for k, at in enumerate(first_at.values(), 1):
         assert at <= NOW + k * LONGEST_WAIT + 0.2
+
+
+def test_who_made_way_ahead_of_its_pace_waits_behind_first_tokens_that_are_due_earlier() -> None:
+    """It came first; it comes before those whose first token is due after it has to be back."""
+    back = request(1, arrival=0.0, generated=60)._replace(first=0.5, due=1.0, undone=32)
+    due_soon, due_late = request(2, arrival=3.5), request(3, arrival=60.0)
+    for others, rests in (((due_soon,), True), ((due_late,), False), ((due_soon, due_late), True)):
+        m = model("a", waiting=(back, *others), first=1)
+        view = replace(device(m, free=50), now=3.6)
+        moved = {
+            id: a.place
+            for a in LeastHarm(resting=1)(view, None).actions
+            if isinstance(a, Reorder)
+            for id in a.requests
+        }
+        assert (moved.get(back.id) == LATE) is rests
+        assert not LeastHarm()(view, None).actions
+
+
+def test_who_rests_comes_back_to_its_place_once_no_first_token_is_due_earlier() -> None:
+    back = request(1, arrival=0.0, generated=60)._replace(first=0.5, due=1.0, place=LATE, undone=32)
+    view = replace(device(model("a", waiting=(back,), first=1), free=50), now=3.6)
+    (found,) = LeastHarm(resting=1)(view, None).actions
+    assert isinstance(found, Reorder)
+    assert (found.requests, found.place) == ((back.id,), 0)

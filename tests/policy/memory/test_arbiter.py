@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ballast.core.actions import Preempt
+from ballast.core.actions import Action, Preempt, Reside
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.starvation import LONGEST_WAIT
@@ -31,7 +31,7 @@ def at_100(*models: ModelView, free: int = 0, **more: object) -> DeviceView:
     return replace(device(*models, free=free), now=100.0, **more)  # type: ignore[arg-type]
 
 
-def acts(view: DeviceView, policy: Arbiter | None = None) -> list[object]:
+def acts(view: DeviceView, policy: Arbiter | None = None) -> list[Action]:
     return list((policy or Arbiter())(view, None).actions)
 
 
@@ -98,7 +98,8 @@ def test_a_model_that_got_nothing_for_long_is_served() -> None:
         late = asked[-1]._replace(last=since, order=asked[-1].order._replace(arrival=since))
         wanting = model("w", ABSENT, pages=8, waiting=(*asked[:-1], late), first=1)
         found = acts(at_100(FIRST, others, wanting))
-        assert [a.model for a in found if kind(a) == "Evict"] == ["o"] * served, (waited, asked)
+        gone = [a.model for a in found if isinstance(a, Reside) and kind(a) == "Evict"]
+        assert gone == ["o"] * served, (waited, asked)
 
 
 def test_a_model_with_requests_is_owed_what_no_request_uses() -> None:
@@ -135,7 +136,8 @@ def test_decisions_say_what_they_cost_and_what_was_not_taken() -> None:
         parted(model(name, pages=40, kv=2, running=(decoding(i, 20.0 - i),)))
         for i, name in enumerate(("a", "b", "c"), 1)
     ]
-    (parked,) = [a for a in acts(at_100(FIRST, *models, wanting)) if kind(a) == "Evict"]
+    found = acts(at_100(FIRST, *models, wanting))
+    (parked,) = (a for a in found if isinstance(a, Reside) and kind(a) == "Evict")
     reason, late, untaken = parked.why.split("; ")
     assert reason == "its requests can wait until w had its turn"
     assert re.fullmatch(r"expected late requests: [\w .]+ by it, [\d.]+ without it", late)
@@ -152,7 +154,11 @@ def hopeless(sequence: int, arrival: float) -> RequestView:
 
 
 def preempted(view: DeviceView) -> list[str]:
-    return [a.request_id for a in acts(view) if isinstance(a, Preempt)]
+    return preempted_by(Arbiter(resting=1), view)
+
+
+def preempted_by(policy: Arbiter, view: DeviceView) -> list[str]:
+    return [a.request_id for a in acts(view, policy) if isinstance(a, Preempt)]
 
 
 def test_the_hopeless_undo_no_work_of_others() -> None:
@@ -163,12 +169,40 @@ def test_the_hopeless_undo_no_work_of_others() -> None:
         assert preempted(view) == undone
 
 
-def test_a_request_that_waits_takes_pages_of_hopeless_ones_alone() -> None:
-    soon = urgent(9)
-    for running, undone in ((hopeless(10, 99.8), ["r10"]), (decoding(10, 9.0, arrival=99.8), [])):
-        m = model("m", kv=8, waiting=(soon,), first=2, running=(running,))
-        view = at_100(FIRST, m, shortages=(Shortage("m", soon.id, 2, limited=False),))
-        assert preempted(view) == undone
+def waits_beside(*running: RequestView, first: RequestView | None = None) -> DeviceView:
+    first = first or urgent(9)
+    m = model("m", kv=8, waiting=(first,), first=2, running=running)
+    return at_100(FIRST, m, shortages=(Shortage("m", first.id, 2, limited=False),))
+
+
+def test_a_request_that_waits_takes_pages_of_hopeless_ones() -> None:
+    assert preempted(waits_beside(hopeless(10, 99.8))) == ["r10"]
+    assert preempted(waits_beside(about_to_end(10, arrival=99.8))) == []
+
+
+def about_to_end(sequence: int, arrival: float) -> RequestView:
+    """A running request at its pace that can make up for no pause any more."""
+    return decoding(sequence, 0.0, arrival=arrival)._replace(max_tokens=21)
+
+
+def test_who_is_ahead_of_its_pace_rests_for_a_first_token() -> None:
+    """Though it came before: its next token will be in time all the same."""
+    at_pace, ahead = decoding(3, 0.0, arrival=55.0), decoding(2, 15.0, arrival=50.0)
+    view = waits_beside(*(r._replace(max_tokens=1000) for r in (at_pace, ahead)))
+    assert preempted(view) == ["r2"]
+    assert preempted_by(Arbiter(), view) == []
+    assert preempted(waits_beside(decoding(3, 0.5, arrival=55.0))) == [], "it waits for longer"
+
+
+def test_no_more_important_request_rests_nor_any_for_one_that_has_had_its_first_token() -> None:
+    ahead = decoding(2, 15.0, arrival=50.0)
+    important = ahead._replace(order=ahead.order._replace(rank=-1))
+    alone = waits_beside(important)
+    alone = replace(alone, models=alone.models[1:])
+    assert preempted(alone) == []
+    returning = decoding(9, 0.1, arrival=60.0)._replace(pages=0)
+    assert preempted(waits_beside(ahead, first=returning)) == []
+    assert preempted(waits_beside(decoding(0, 15.0))) == [], "the first of all"
 
 
 def test_weights_leave_room_for_kv_of_requests_that_wait() -> None:
