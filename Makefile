@@ -3,6 +3,7 @@
 VENV   ?= .venv
 FLEET  ?= fleets/demo/fleet.yaml
 JOBS   ?= 2
+PORT   ?= 8000
 EXTRAS ?=
 PYTHON := $(VENV)/bin/python
 READY  := $(VENV)/.ballast-ready
@@ -15,7 +16,7 @@ REAL   := $(VENV)/.ballast-ready-demo
 help:
 	@echo "make setup   create $(VENV) and install what serving needs, and EXTRAS (cuda, otel, placement, demo, dev)"
 	@echo "make demo    presets compared live, on equal terms: who keeps most service levels (four minutes)"
-	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP"
+	@echo "make serve   serve FLEET (default $(FLEET)) over HTTP, at PORT (default $(PORT))"
 	@echo "make test    run the tests but slow ones, in JOBS processes (default $(JOBS))"
 	@echo "make coverage   the same, and which lines of ballast they ran (kernels and workers' processes apart)"
 	@echo "make check   the gate: format, lint, types, import contracts, docs, all tests, README"
@@ -42,7 +43,7 @@ $(FLEET): | $(REAL)
 	$(VENV)/bin/ballast fleet make $(dir $(FLEET))
 
 serve: $(READY) $(FLEET)
-	$(VENV)/bin/ballast serve $(FLEET)
+	$(VENV)/bin/ballast serve $(FLEET) --port $(PORT)
 
 test: $(DEV)
 	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile

@@ -1,7 +1,7 @@
 """Take the pictures of the page in docs/page.md, from a server that runs.
 
     (cat fleets/demo/fleet.yaml; echo "server: {admin_key: $KEY}") > fleets/demo/admin.yaml
-    BALLAST_BUDGET=160MiB ballast serve fleets/demo/admin.yaml &
+    BALLAST_BUDGET=600MiB ballast serve fleets/demo/admin.yaml &
     .venv/bin/python scripts/page_picture.py --model atlas-chat --admin-key "$KEY"
 
 Needs Chromium. Asks models one question in turn, so that memory moves, and then two side by side;
@@ -23,7 +23,7 @@ from tests.server.browser import CHROMIUM, Browser, browser
 
 ASK = "What is a ship's ballast?"
 WIDTH, HEIGHT = 1280, 900
-SIMULATED = {"presets": "balloon,lru,swap", "workload": "poisson", "rate": "2", "seconds": "40"}
+SIMULATED = {"presets": "ballast,lru,swap", "workload": "poisson", "rate": "2", "seconds": "40"}
 TOKENS = 48
 
 
@@ -72,6 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="atlas-chat")
+    parser.add_argument("--beside", help="the model beside it; default: the first of the others")
     parser.add_argument("--admin-key", help="of the server; without it, nothing is simulated")
     parser.add_argument("--to", type=Path, default=Path("docs"), help="folder of the pictures")
     asked = parser.parse_args()
@@ -86,10 +87,12 @@ def main() -> int:
         page.until("document.querySelector('#model')?.options.length > 1")
         names = page.value("[...document.querySelector('#model').options].map(o => o.value)")
         others = [name for name in names if name != asked.model]
-        for other in others[1:]:
-            ask(page, other)
+        beside = asked.beside or others[0]
+        for other in others:
+            if other != beside:
+                ask(page, other)
         page.value("document.querySelector('#clear').click()")
-        ask(page, asked.model, others[0])
+        ask(page, asked.model, beside)
         time.sleep(2)  # until the last state has been read
         save(page, asked.to / "page.png")
         if asked.admin_key is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -75,6 +76,71 @@ def test_the_container_installs_by_hash_and_resolves_nothing() -> None:
     assert "--require-hashes --requirement scripts/locked.txt" in CONTAINER
     bases = re.findall(r"^FROM (\S+)", CONTAINER, re.MULTILINE)
     assert set(bases) == {"${IMAGE}"}, "one image, which a deployer names by its digest"
+
+
+INSTRUCTIONS = {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "VOLUME", "EXPOSE"} | {
+    *("STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD")
+}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Instructions of the Containerfile with their arguments, continued lines joined."""
+    lines = [line for line in CONTAINER.splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (name, rest)
+        for line in joined.splitlines()
+        if line
+        for name, _, rest in [line.partition(" ")]
+    ]
+
+
+def test_the_container_has_known_instructions_whose_commands_can_be_parsed() -> None:
+    """No image is built here: what a builder would refuse before its first step, and shells'
+    syntax."""
+    found = instructions()
+    assert {name for name, _ in found} == INSTRUCTIONS
+    shell = shutil.which("dash") or shutil.which("sh")
+    assert shell is not None
+    for name, rest in found:
+        if name == "RUN":
+            subprocess.run((shell, "-n", "-c", rest), check=True)
+        exec_form = rest.partition("CMD ")[2] if name == "HEALTHCHECK" else rest
+        if name in ("CMD", "ENTRYPOINT", "HEALTHCHECK"):
+            words = json.loads(exec_form)
+            assert all(isinstance(word, str) for word in words)
+            if "-c" in words:
+                compile(words[words.index("-c") + 1], "HEALTHCHECK", "exec")
+
+
+def test_what_the_container_copies_is_there_and_not_ignored() -> None:
+    # The only name that both Docker and Podman read.
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in ignore if line.startswith("!")]
+    assert "*" in ignore
+    assert all((ROOT / name).exists() for name in kept)
+    copied = [rest.split() for name, rest in instructions() if name == "COPY"]
+    sources = [name for words in copied if "--from" not in words[0] for name in words[:-1]]
+    assert sources
+    assert all(name == "." or name in kept for name in sources)
+    packaged = {"ballast", "pyproject.toml", PROJECT["readme"]}
+    assert packaged <= set(kept), "what the image installs Ballast from"
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert {canonicalize_name(Requirement(r).name) for r in needed} <= locked().keys()
+    stages = [rest.partition(" AS ")[2] for name, rest in instructions() if name == "FROM"]
+    froms = [words[0].partition("=")[2] for words in copied if words[0].startswith("--from")]
+    assert set(froms) <= set(stages)
+
+
+def test_the_image_starts_the_server_by_options_that_it_has() -> None:
+    [command] = [json.loads(rest) for name, rest in instructions() if name == "CMD"]
+    verb, _, *options = command
+    (entry,) = [json.loads(rest) for name, rest in instructions() if name == "ENTRYPOINT"]
+    assert PROJECT["scripts"].keys() >= set(entry)
+    reference = (ROOT / "docs" / "cli.md").read_text()
+    part = reference.partition(f"### `ballast {verb}`")[2].partition("\n### ")[0]
+    assert part
+    assert all(f"`{o} " in part or f"`{o}`" in part for o in options if o.startswith("--"))
 
 
 def test_the_unit_is_confined() -> None:
