@@ -1,10 +1,11 @@
 """Multiply quantised panels on CPU: the compiled kernels that each thread of a team runs.
 
 64 inputs of a panel at a time are dequantised in registers into a buffer in the first cache, and
-multiplied from there by all rows of the item, as float32 panels are (`linear_code`). Weights are
-dequantised exactly, to float32 (with zeros beside scales in float32: to a unit in the last place),
-and an output is the same chain of multiply-adds whichever tile computes it: neither the rows around
-it nor the number of threads changes a bit of it.
+multiplied from there by all rows of the item, as float32 panels are (`linear_code`). One row alone
+is multiplied by them in registers, without the buffer. Weights are dequantised exactly, to float32
+(with zeros beside scales in float32: to a unit in the last place), and an output is the same chain
+of multiply-adds whichever tile computes it: neither the rows around it nor the number of threads
+changes a bit of it.
 
 The embedding of tokens in such a matrix is here as well.
 """
@@ -51,6 +52,9 @@ _SLICE = 2 * BLOCK
 """Inputs that are dequantised at a time: with the inputs of rows they fill half a first cache."""
 _AHEAD = 2048
 """Bytes from what is read to what is fetched meanwhile."""
+_CHAINS = 2
+"""Vectors of outputs that one row is multiplied by at a time: each sum is a chain, whose steps wait
+for each other."""
 _LINE = 64
 _SCALE_KINDS = {name: number for number, name in enumerate(SCALES)}
 _FLOAT8_SCALE = 2.0**8
@@ -138,10 +142,65 @@ class BlockPlace:
         return found
 
 
+@intrinsic
+def _add_row(context, form, panel, block, blocks, inputs, sums):
+    """Add the products of one row's inputs, float32 (blocks * BLOCK,), and blocks `block` on of the
+    panel at an address to `sums` (PANEL,): the chain of multiply-adds of a tile of one row."""
+
+    def generate(ctx, builder, signature, arguments):
+        form, panel, block, blocks, inputs, sums = arguments
+        done = builder.append_basic_block("done")
+        choice = builder.switch(builder.and_(form, _int64(255)), done)
+        for number, kind in enumerate(FORMS.values()):
+            case = builder.append_basic_block(f"form{number}")
+            choice.add_case(_int64(number), case)
+            builder.position_at_end(case)
+            _add_row_of(builder, kind, (form, panel, block), blocks, inputs, sums)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, _FLOATS, _FLOATS), generate
+
+
+def _add_row_of(builder, form, at, blocks, inputs, sums):
+    """Add the products for a form, `_CHAINS` vectors of outputs at a time: each is a chain."""
+    number, panel, block = at
+    floats = ir.VectorType(_F32, LANES)
+    passes = PANEL // (_CHAINS * LANES)
+    with cgutils.for_range(builder, _int64(passes)) as loop:
+        first = builder.mul(loop.index, _int64(_CHAINS * LANES))
+        lanes = [builder.add(first, _int64(c * LANES)) for c in range(_CHAINS)]
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(floats, None)) for _ in lanes]
+        with cgutils.for_range(builder, blocks) as each:
+            place = BlockPlace(builder, form, number, panel, builder.add(block, each.index))
+            share = form.block_bytes // passes
+            ahead = builder.add(place.start, builder.mul(loop.index, _int64(share)))
+            _fetch(builder, ahead, share)
+            row = builder.gep(inputs, [builder.mul(each.index, _int64(BLOCK))])
+            start = builder.add(place.start, _int64(form.subscale_bytes))
+            pairs = [scales_of(builder, form, place, lane) for lane in lanes]
+            codes = [Codes(builder, form, start, lane) for lane in lanes]
+            for i in range(BLOCK):
+                x = _spread(builder, builder.load(builder.gep(row, [_int64(i)])))
+                for c, total in enumerate(totals):
+                    weight = _weight(builder, codes[c], pairs[c], i)
+                    builder.store(multiply_add(builder, x, weight, builder.load(total)), total)
+        for lane, total in zip(lanes, totals, strict=True):
+            target = builder.bitcast(builder.gep(sums, [lane]), floats.as_pointer())
+            value = builder.fadd(builder.load(target, align=4), builder.load(total))
+            builder.store(value, target, align=4)
+
+
 def fetch_ahead(builder, form, place):
     """Fetch what is read some blocks later."""
-    for line in range(0, form.block_bytes, _LINE):
-        _prefetch(builder, builder.add(place.start, _int64(_AHEAD + line)))
+    _fetch(builder, place.start, form.block_bytes)
+
+
+def _fetch(builder, start, n_bytes):
+    for line in range(0, n_bytes, _LINE):
+        _prefetch(builder, builder.add(start, _int64(_AHEAD + line)))
 
 
 def _unpack_form(builder, form, place, out):
@@ -152,15 +211,20 @@ def _unpack_form(builder, form, place, out):
         pairs = scales_of(builder, form, place, lane)
         codes = Codes(builder, form, start, lane)
         for i in range(BLOCK):
-            value = codes.value(i)
-            if pairs:
-                scale, offset = pairs[i * len(pairs) // BLOCK]
-                if offset is None:
-                    value = builder.fmul(value, scale)
-                else:
-                    value = multiply_add(builder, value, scale, offset)
+            value = _weight(builder, codes, pairs, i)
             target = builder.gep(out, [builder.add(lane, _int64(i * PANEL))])
             builder.store(value, builder.bitcast(target, value.type.as_pointer()), align=4)
+
+
+def _weight(builder, codes, pairs, i):
+    """The dequantised weights of some outputs for input i of a block."""
+    value = codes.value(i)
+    if not pairs:
+        return value
+    scale, offset = pairs[i * len(pairs) // BLOCK]
+    if offset is None:
+        return builder.fmul(value, scale)
+    return multiply_add(builder, value, scale, offset)
 
 
 def scales_of(builder, form, place, lane, *, from_zero=False):
@@ -332,6 +396,14 @@ def _prefetch(builder, address):
     builder.call(prefetch, [builder.inttoptr(address, pointer), *how])
 
 
+def _spread(builder, value):
+    """A vector of equal elements."""
+    undefined = ir.Constant(ir.VectorType(_F32, LANES), ir.Undefined)
+    single = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+    mask = ir.Constant(ir.VectorType(_I32, LANES), None)
+    return builder.shuffle_vector(single, undefined, mask)
+
+
 def _int64(value):
     return ir.Constant(_I64, value)
 
@@ -361,8 +433,16 @@ def _linear(table):
         groups = (rows + ROWS_MAX - 1) // ROWS_MAX
         begin_sums(table, panel, rows, sums)
         at = table[WEIGHTS] + panel * table[PANEL_BYTES]
+        alone = rows == 1 and k % BLOCK == 0
         for start in range(0, k, _SLICE):
             n = min(_SLICE, k - start)
+            if alone:
+                if table[ORDER] != 0:
+                    stage_in_order(table, first, 1, start, n, stage)
+                else:
+                    stage_inputs(table, first, 1, start, n, stage, 0)
+                _add_row(form, at, start // BLOCK, n // BLOCK, stage, sums)
+                continue
             for i in range(0, n, BLOCK):
                 _unpack(form, at, (start + i) // BLOCK, weights, i * PANEL)
             for g in range(groups):
