@@ -52,7 +52,7 @@ _SLICE = 2 * BLOCK
 """Inputs that are dequantised at a time: with the inputs of rows they fill half a first cache."""
 _AHEAD = 2048
 """Bytes from what is read to what is fetched meanwhile."""
-_CHAINS = 2
+_CHAINS = 4 if LANES == 16 else 2
 """Vectors of outputs that one row is multiplied by at a time: each sum is a chain, whose steps wait
 for each other."""
 _LINE = 64
