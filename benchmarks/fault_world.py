@@ -268,6 +268,8 @@ class FaultWorld:
         """Whether the server has ended, and its successor has not begun."""
         self.servers = 1
         """Servers that have begun."""
+        self._asking = n_requests
+        """Requests that are yet to come, or to come again."""
         self._homes: list[tuple[str, Role, list[str]]] = []
         """The devices of the fleet file, with their models."""
         self.spite = random.Random(-seed - 2) if seed % SPITEFUL == SPITEFUL - 1 else None
@@ -361,7 +363,8 @@ class FaultWorld:
         """Run until every request has ended, or HORIZON has passed."""
         while self.timers.now() < HORIZON and self.timers.step():
             self.validate()
-            over = self.timers.now() > 7 and not self.away and all(map(_is_over, self.clients))
+            over = self.timers.now() > 7 and not (self.away or self._asking)
+            over = over and all(map(_is_over, self.clients))
             quiet = not self._orders and not self.migrations.busy
             quiet = quiet and not self.commands.busy
             if over and quiet and all(d.down is None for d in self._all):
@@ -510,6 +513,7 @@ class FaultWorld:
         if self.away:  # the connection is refused
             self.timers.call_later(0.5, partial(self._submit, submission))
             return
+        self._asking -= 1
         self._coming = [submission]
         try:
             client = self.router.submit([submission])
@@ -585,6 +589,7 @@ class FaultWorld:
                 client.cut = True
                 same = replace(client.submission, id=f"{client.submission.id}+")
                 asks_again = away + rng.uniform(0, 2)
+                self._asking += 1
                 self.timers.call_later(asks_again, partial(self._submit, same))
         self.timers.call_later(away, self._begin_again)
 
