@@ -151,7 +151,7 @@ def serve(
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
         hosts_http = _hosts_http(hosts_http, reading.fleet)  # whatever is read again: `adjust`
-        cluster = _ray_of(ray, hosts_http, reading.fleet)
+        cluster = _ray_of(ray, hosts_http, reading.fleet, fleet_file)
         log.info("starting %s", reading.fleet.described)
         lines.at("starting: loading libraries", 0)
         from ballast.server.serve import serve as run  # takes seconds: the file is judged before
@@ -175,16 +175,19 @@ def _hosts_http(port: int | None, fleet: FleetSettings) -> int | None:
     return fleet.hosts.http if port is None and fleet.hosts is not None else port
 
 
-def _ray_of(address: str | None, hosts_http: int | None, fleet: FleetSettings) -> RayHosts | None:
+def _ray_of(
+    address: str | None, hosts_http: int | None, fleet: FleetSettings, file: Path
+) -> RayHosts | None:
     """Return the Ray cluster of a fleet; None: it is served on this machine, which has what it
     needs. Raises ConfigError."""
     http = _hosts_http(hosts_http, fleet)
     if address is None and fleet.hosts is not None:
         address = fleet.hosts.ray
     if address:
-        from ballast.cluster.hosts.hosted_workers import RayHosts
+        from ballast.cluster.hosts.hosted_workers import RayHosts, fleet_id
 
-        return RayHosts(address, http)
+        named = "" if fleet.hosts is None else fleet.hosts.fleet
+        return RayHosts(address, http, fleet_id(file, named))
     if http is not None:
         raise ConfigError("hosts.http", http, "it needs a Ray cluster: `hosts.ray`, or --ray")
     _check_here(fleet)

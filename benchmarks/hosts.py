@@ -1,7 +1,7 @@
 """A fleet on three nodes of Ray, against the same three devices without Ray; copies of weights.
 
-Made models in float32 on three CPU devices of a thread each. The nodes are on this machine, by
-Ray's own cluster utility; all workers are connected over TCP and by CURVE, as on other hosts. Both
+Made models in float32 on three CPU devices of a thread each. The nodes are on this machine, in
+network namespaces if these are to be had; all workers are connected over TCP and by CURVE. Both
 servers run, and are asked in turns: all streams at once, then single requests.
 
 - `changed`, `lost`: streams that end with other tokens than without Ray, or do not end well.
@@ -95,7 +95,7 @@ def served(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
             "plain": stack.enter_context(serving(file)),
             "hosts": stack.enter_context(serving(file, *on_hosts, command=SERVER)),
         }
-        places = _places(servers["hosts"])
+        places, described = _places(servers["hosts"]), nodes.described
         for turn in range(-1, rounds):
             order = list(servers)[:: 1 if turn % 2 else -1]
             found = {name: rate(servers[name], models, new_tokens) for name in order}
@@ -111,7 +111,7 @@ def served(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     ratio = Samples(tuple(rates["hosts"])).over(Samples(tuple(rates["plain"])))
     added = [1e3 * (a - b) for a, b in zip(firsts["hosts"], firsts["plain"], strict=True)]
     return {
-        "nodes": "Ray's cluster utility",
+        "nodes": described,
         "places": places,
         "changed": changed,
         "lost": lost,

@@ -141,6 +141,18 @@ class Controller:
             for task in starting:
                 task.cancel()
 
+    async def kept_homes(self, fleet: FleetSettings) -> dict[str, list[str]]:
+        """Return the devices of models that serve since before this server, where these are not
+        pinned to others; what the fleet has no longer is removed. Raises Unavailable."""
+        kept = [device for device in self.devices.values() if device.kept]
+        await asyncio.gather(*(device.remove_others(fleet) for device in kept))
+        homes: dict[str, list[str]] = {}
+        for model in fleet.models:
+            at = [d.name for d in kept if model.name in d.specs]
+            if at and not model.devices:
+                homes[model.name] = at
+        return homes
+
     async def note_loaded(self) -> None:
         """Prepare the spare worker and start the fleet policy, once the fleet has been loaded."""
         fleet = self.devices.fleet

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.worker.worker_link import WorkerSource
@@ -80,6 +81,12 @@ class PendingCommands:
         self._pending.clear()
 
 
+def _as_loaded(model: ModelSettings) -> ModelSettings:
+    """Return a model's settings without those that its devices do not know."""
+    adapters = tuple(replace(adapter, aliases=()) for adapter in model.adapters)
+    return replace(model, devices=(), aliases=(), adapters=adapters)
+
+
 class RemoteDevice(DeviceRecord):
     """One device: its present worker, and the settings with which the next one is started."""
 
@@ -98,6 +105,8 @@ class RemoteDevice(DeviceRecord):
         self._orders: set[asyncio.Future[None]] = set()
         """Orders that have not been answered."""
         self._supervisor: asyncio.Task[None] | None = None
+        self.kept = False
+        """Whether it served models before this server started."""
         self._ending = False
         self._drained = asyncio.Event()
 
@@ -113,9 +122,22 @@ class RemoteDevice(DeviceRecord):
 
     async def start(self, fleet: FleetSettings) -> None:
         """Start the worker; returns when the device serves. Raises Unavailable if it cannot."""
-        self.fleet = fleet
-        self._serve(await self.worker.start(fleet))
+        ready = await self.worker.start(fleet)
+        self.fleet = replace(fleet, models=ready.kept or fleet.models)
+        self._serve(ready)
         self._supervisor = asyncio.create_task(self._supervise())
+        self.kept = bool(ready.kept)
+        for settings in fleet.models if self.kept else ():
+            await self.load(settings)
+
+    async def remove_others(self, wanted: FleetSettings) -> None:
+        """Remove the models of a device that was kept which the fleet has no longer, or on other
+        devices, or of which it says something else now. Raises as `command`."""
+        models = {_as_loaded(m): m for m in wanted.models}
+        for settings in self.fleet.models:
+            found = models.get(_as_loaded(settings))
+            if found is None or (found.devices and self.name not in found.devices):
+                await self.command(Remove(settings.name, 0.0))
 
     def tell(self, message: ToWorker) -> None:
         self.worker.send(message)
@@ -160,6 +182,9 @@ class RemoteDevice(DeviceRecord):
     async def load(self, settings: ModelSettings) -> CommandOutcome:
         """Load a model of the fleet on the device that has started without it. One that cannot be
         loaded is listed in `failed`, as if the worker had started with it. Raises as `command`."""
+        here = map(_as_loaded, self.fleet.models)
+        if settings.name in self.specs and _as_loaded(settings) in here:
+            return CommandOutcome(specs=dict(self.specs))  # since before this server
         outcome = await self.command(Add(settings, at_start=True))
         if outcome.code is not None and outcome.code != "unavailable":
             self.fleet = Add(settings).applied(self.fleet)

@@ -85,7 +85,7 @@ class SegmentBroker:
         self._held: dict[str, _Held] = {}
         self._digests: dict[str, str] = {}
         """Digest of each held segment, by origin."""
-        self._models = KeptModels(self._note_kept)
+        self.models = KeptModels(self._note_kept)
         self._bringing = set[asyncio.Future[None]]()
         self.others: OtherHosts | None = None
         """None: this host is the only one."""
@@ -96,18 +96,18 @@ class SegmentBroker:
 
     def __len__(self) -> int:
         """Return the number of distinct segments, and of records of models, that are held."""
-        return len(self._held) + len(self._models)
+        return len(self._held) + len(self.models)
 
     def forget(self, model: str) -> None:
         """Keep a model no longer that no worker serves: it has left the fleet."""
-        self._models.forget(_name(model))
+        self.models.forget(_name(model))
         self._drop_unheld()
 
     def handed(self) -> HandedWeights:
         """Return what is kept of models, for the server that takes this one's place. What is not
         sealed is not handed over: any process could have changed it."""
         found = HandedWeights()
-        for name, kind, kept in self._models.items():
+        for name, kind, kept in self.models.items():
             segments = {d: held.fd for d, held in self._held.items() if d in kept.digests}
             if all(map(is_sealed, (kept.record, *segments.values()))):
                 found.models.append(HandedModel(name, kind, kept.files, kept.record))
@@ -127,14 +127,14 @@ class SegmentBroker:
         for model in handed.models:
             kept = KeptModel.read(model.record, model.files, handed=True)
             if model.name in settings and _is_as_loaded(kept, settings[model.name]):
-                self._models.adopt(model.name, model.kind, kept)
+                self.models.adopt(model.name, model.kind, kept)
             else:
                 os.close(model.record)
         self._held = {digest: _Held(fd) for digest, fd in handed.segments.items()}
         self._drop_unheld()
 
         def drop() -> None:
-            self._models.drop_handed()
+            self.models.drop_handed()
             self._drop_unheld()
 
         return drop
@@ -159,14 +159,14 @@ class SegmentBroker:
             return
         asyncio.get_running_loop().remove_reader(connection.fileno())
         connection.close()
-        self._models.bereave(connection)
+        self.models.bereave(connection)
         self.let_go(connection)
 
     # -- for models of other hosts ---------------------------------------------------------------
 
     def record_of(self, model: str, kind: str) -> int | None:
         """Return the descriptor, which stays the broker's, of a kept model's record."""
-        kept = self._models.get(model, kind)
+        kept = self.models.get(model, kind)
         return None if kept is None else kept.record
 
     def segment(self, digest: str) -> int | None:
@@ -191,7 +191,7 @@ class SegmentBroker:
     def keep_brought(self, model: str, kind: str, files: str, record: int) -> bool:
         """Keep a model whose segments are held, by its record, which this takes over, for the
         worker that is to serve it. Returns False as `KeptModels.keep`."""
-        return self._models.keep(model, kind, files, record, None)
+        return self.models.keep(model, kind, files, record, None)
 
     def _note_kept(self, model: str, kind: str, kept: bool) -> None:
         if self.others is not None:
@@ -242,22 +242,22 @@ class SegmentBroker:
         """Answer a request about a model; `rest`: its kind, and the identity of its files."""
         how, files = rest[:_DIGEST], rest[_DIGEST:]
         if kind == _MODEL_KNOWN:
-            connection.send(_TAKE if model in self._models else _KEEP)
+            connection.send(_TAKE if model in self.models else _KEEP)
         elif kind == _MODEL_FIND:
-            kept = self._models.find(model, how, connection)
+            kept = self.models.find(model, how, connection)
             if kept is None:
                 connection.send(_KEEP)
             else:
                 socket.send_fds(connection, [_TAKE], [kept.record])
         elif kind == _MODEL_KEEP and fds:
-            done = self._models.keep(model, how, files, fds.pop(), connection)
+            done = self.models.keep(model, how, files, fds.pop(), connection)
             connection.send(_KEEP if done else _REFUSED)
         elif kind == _MODEL_BRING:
             bringing = asyncio.ensure_future(self._bring(model, how, files, connection))
             self._bringing.add(bringing)
             bringing.add_done_callback(self._bringing.discard)
         else:
-            self._models.release(model, connection)
+            self.models.release(model, connection)
             self._drop_unheld()
 
     def _find(self, digest: str | None, connection: socket.socket) -> None:
@@ -287,7 +287,7 @@ class SegmentBroker:
     def _drop(self, digest: str) -> None:
         """Free a segment that no worker holds and that no kept model has."""
         held = self._held[digest]
-        if not held.holders and not self._models.holds(digest):
+        if not held.holders and not self.models.holds(digest):
             os.close(held.fd)
             del self._held[digest]
             self._digests = {o: d for o, d in self._digests.items() if d != digest}

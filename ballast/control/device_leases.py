@@ -109,7 +109,7 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
 
     def worker_ready(self, device: D) -> None:
         if device.pages:
-            self._handle(MemoryOpenedEvent(device.name, device.pages))
+            self._handle(MemoryOpenedEvent(device.name, device.pages, device.epoch))
 
     def lending_message(self, device: D, message: LeaseMsg | PeerReportMsg) -> None:
         if isinstance(message, LeaseMsg):

@@ -47,6 +47,8 @@ class DeviceRecord(FleetDevice):
         self.report: DeviceReport | None = None
         self.pages = ""
         """Address at which other workers get descriptors of its memory; empty: it lends none."""
+        self.epoch = 0
+        """Last epoch in which its present worker knew another device, under an earlier server."""
         self.reach: GpuReach | None = None
         """Other GPUs that it can reach, as its last worker reported; None: no GPU."""
         self._prefixes: dict[str, RoutedPrefixes] = {}
@@ -76,7 +78,7 @@ class DeviceRecord(FleetDevice):
         self.specs, self.failed, self.report = ready.specs, ready.failed, ready.report
         for spec in before.values():
             self._end_streams(spec, ready)
-        self.reach, self.pages = ready.reach, ready.pages
+        self.reach, self.pages, self.epoch = ready.reach, ready.pages, ready.epoch
         self.down = self.lost = None
         self.requests.worker_ready(self.tell)
 

@@ -26,6 +26,8 @@ class MemoryOpenedEvent:
 
     device: str
     address: str
+    epoch: int = 0
+    """Last epoch in which it knew another worker, under an earlier controller."""
 
 
 @dataclass(frozen=True, slots=True)

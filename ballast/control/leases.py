@@ -159,7 +159,8 @@ class Leases:
         if not policy_order and not isinstance(event, LeaseMessageEvent | OrderAnsweredEvent):
             self._free.clear()
         match event:
-            case MemoryOpenedEvent(device, address):
+            case MemoryOpenedEvent(device, address, epoch):
+                self._epochs = max(self._epochs, epoch)
                 self._introduce(device, address)
             case LeaseMessageEvent(sender, message):
                 self._pass_on(sender, message)

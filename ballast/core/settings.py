@@ -271,6 +271,8 @@ class HostsSettings:
     """Address of the Ray cluster that places devices; empty: all are on this host, or simulated."""
     http: int | None = None
     """Port at which each host of the cluster answers HTTP; None: the server's own alone."""
+    fleet: str = ""
+    """Name of this fleet among those on the cluster; empty: derived from the file's path."""
     devices: int = 1
     """Simulated devices on each host."""
     network: float | None = None

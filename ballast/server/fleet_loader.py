@@ -58,6 +58,7 @@ class FleetLoader:
         try:
             homes = await asyncio.to_thread(homes_of, fleet)
             await self._controller.start_devices(_at_once(fleet, homes))
+            homes |= await self._controller.kept_homes(fleet)
             await importing
             with contextlib.suppress(Unavailable):  # tried again when it is needed
                 await preparing

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
+from ballast.core.errors import Unavailable
 from ballast.transport.connection_watch import ConnectionWatch, fileno
 
 BEAT_SECONDS, LOST_SECONDS = 0.5, 2.5
@@ -88,6 +89,7 @@ class CurveServer:
         self._watch: ConnectionWatch | None = None
 
     def attach(self, socket: zmq.Socket[bytes]) -> None:
+        """Listen. Raises Unavailable where that is not possible."""
         self._zap = socket.context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(_ZAP)  # before the socket is bound: else anybody may connect
@@ -97,7 +99,10 @@ class CurveServer:
         self._watch = ConnectionWatch(socket)
         literal = f"[{self._ip}]" if ":" in self._ip else self._ip
         socket.setsockopt(zmq.IPV6, int(":" in self._ip))
-        socket.bind(f"tcp://{literal}:*")
+        try:
+            socket.bind(f"tcp://{literal}:*")
+        except zmq.ZMQError as error:
+            raise Unavailable(f"nothing can listen at {self._ip}: {error}") from None
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def lost(self) -> bool:
@@ -139,11 +144,15 @@ class CurveClient:
         self._watch: ConnectionWatch | None = None
 
     def attach(self, socket: zmq.Socket[bytes]) -> None:
+        """Connect. Raises Unavailable for what is no address."""
         _set_up(socket, self._keys.own)
         socket.curve_serverkey = self._keys.server.encode()
         self._watch = ConnectionWatch(socket)
         socket.setsockopt(zmq.IPV6, int("[" in self._keys.address))
-        socket.connect(self._keys.address)
+        try:
+            socket.connect(self._keys.address)
+        except zmq.ZMQError as error:
+            raise Unavailable(f"{self._keys.address!r} cannot be reached: {error}") from None
 
     def lost(self) -> bool:
         assert self._watch is not None

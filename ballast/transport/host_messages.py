@@ -23,6 +23,8 @@ class ConfigureHostMsg(WorkerMessage, frozen=True):
     """Whether shared segments stay writable, as `SegmentBroker`."""
     proof: str = ""
     """File that the server's host has; an agent that can read it returns its content."""
+    keep_seconds: float = 0.0
+    """Time for which the host keeps devices whose server is gone, for the next one."""
 
 
 class StartWorkerMsg(WorkerMessage, frozen=True):
@@ -33,6 +35,21 @@ class StartWorkerMsg(WorkerMessage, frozen=True):
     keys: CurveLink | None = None
     directory: str = ""
     spare: bool = False
+
+
+class AssignWorkerMsg(WorkerMessage, frozen=True):
+    """A worker serves a device: it is kept for the next server if this one is gone."""
+
+    id: int
+    device: str
+
+
+class AttachWorkerMsg(WorkerMessage, frozen=True):
+    """Have a worker that was kept connect to the server, as in `StartWorkerMsg`."""
+
+    id: int
+    keys: CurveLink | None = None
+    directory: str = ""
 
 
 class KillWorkerMsg(WorkerMessage, frozen=True):
@@ -47,6 +64,10 @@ class CloseWorkerMsg(WorkerMessage, frozen=True):
 
     id: int
     patience: float
+
+
+class EndHostMsg(WorkerMessage, frozen=True):
+    """The server stops: end all workers, and the agent. None is kept."""
 
 
 class ForgetModelMsg(WorkerMessage, frozen=True):
@@ -99,6 +120,8 @@ class HostHelloMsg(WorkerMessage, frozen=True):
     """Content of the file of `ConfigureHostMsg.proof`; empty: there is no such file here."""
     machine: str = ""
     """Digest of what decides how weights are laid out, beside what models' kinds are made of."""
+    workers: tuple[tuple[int, str], ...] = ()
+    """Workers that were kept since the last server is gone, each with its device."""
     version: str = __version__
 
 
@@ -162,7 +185,15 @@ ModelOrder = SendModelMsg | ReceiveModelMsg | ReadFilesMsg
 ModelReport = ModelKeptMsg | ModelDroppedMsg | WantModelMsg | SenderReadyMsg | ModelFailedMsg
 
 ToHost = (
-    ConfigureHostMsg | StartWorkerMsg | KillWorkerMsg | CloseWorkerMsg | ForgetModelMsg | ModelOrder
+    ConfigureHostMsg
+    | StartWorkerMsg
+    | AssignWorkerMsg
+    | AttachWorkerMsg
+    | KillWorkerMsg
+    | CloseWorkerMsg
+    | EndHostMsg
+    | ForgetModelMsg
+    | ModelOrder
 )
 FromHost = HostHelloMsg | WorkerEndedMsg | HostBeatMsg | ModelReport
 

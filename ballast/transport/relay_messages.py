@@ -55,6 +55,8 @@ class RelayHelloMsg(WorkerMessage, frozen=True):
 
     host: str
     port: int
+    most_clients: int
+    """Clients for which its process may open files."""
     version: str = __version__
 
 

@@ -66,7 +66,7 @@ class Endpoint(Protocol):
     """Where one end of a connection is."""
 
     def attach(self, socket: zmq.Socket[bytes]) -> None:
-        """Bind or connect the socket, which has no connection yet."""
+        """Bind or connect the socket, which has no connection yet. Raises Unavailable."""
 
     def lost(self) -> bool:
         """Whether the connection has ended."""
@@ -115,12 +115,19 @@ class LoopSocket(Generic[In]):
     """
 
     def __init__(self, endpoint: Endpoint, decode: Callable[[bytes], In]) -> None:
+        """Raises Unavailable where the endpoint cannot listen or connect."""
         self._endpoint, self._decode = endpoint, decode
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        endpoint.attach(self._socket)
+        try:
+            endpoint.attach(self._socket)
+        except BaseException:
+            endpoint.close()
+            self._socket.close()
+            self._context.term()
+            raise
         self._received: deque[bytes] = deque()
         self._unsent: deque[bytes] = deque()
         """Messages for a worker that has not connected."""
@@ -235,6 +242,7 @@ class WorkerSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         for fd in endpoint.filenos():
             self.also_wake_on(fd)
+        self._closed = False
 
     @property
     def lost(self) -> bool:
@@ -250,6 +258,16 @@ class WorkerSocket:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Close the connection; a second call does nothing. `at_once`: the server has ended, and
+        queued messages are dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        if at_once:
+            self._socket.linger = 0
         self._endpoint.close()
         self._socket.close()
         self._context.term()

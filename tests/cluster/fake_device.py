@@ -47,6 +47,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport, ModelReport
 from ballast.core.request import Submission
 from ballast.core.settings import FleetSettings, ModelSettings
+from ballast.isolation.confinement import confine_worker
 from ballast.memory.vm import Exported
 
 HOLD = 1001
@@ -107,6 +108,8 @@ class EchoDevice:
             raise MemoryError("no room for the pool now")
         if fleet.options.get("unbuildable"):
             raise MemoryError("no room for the pool")
+        if os.environ.get("BALLAST_TEST_DEVICE_CONFINED"):
+            confine_worker()
         if fleet.options.get("mute"):
             signal.pause()  # as if loading took for ever
         if seconds := os.environ.get("BALLAST_TEST_DEVICE_COMPUTES"):

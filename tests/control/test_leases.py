@@ -40,6 +40,7 @@ class Device:
     def __init__(self, name: str) -> None:
         self.name = name
         self.pages = f"at-{name}"
+        self.epoch = 0
         self.down: str | None = None
         self.report = SimpleNamespace(total=100)
         self.received: list[ToWorker] = []

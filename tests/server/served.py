@@ -68,7 +68,7 @@ def main() -> int:
         from tests.cluster.hosts.http_hosts import HttpHosts
 
         curve.LOST_SECONDS = 240.0
-        hosted_workers.RayCluster = lambda address: HttpHosts()  # type: ignore[assignment, misc]
+        hosted_workers.RayCluster = lambda *_: HttpHosts()  # type: ignore[assignment, misc]
         ray = hosted_workers.RayHosts("", arguments.hosts_http)
     return serve(
         FleetSource(arguments.fleet, presets=PRESETS, changes=arguments.changes, adjust=adjust),

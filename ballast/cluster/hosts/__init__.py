@@ -18,6 +18,8 @@ On each host:
 - `model_exchange`: Models that other hosts keep, and that are sent to them.
 - `model_transfer`: Send and receive a model between two hosts, in chunks, checked.
 - `relay_process`: The entry point of a relay.
+- `server_inbox`: Servers that are named to an agent or relay on its standard input.
+- `worker_forwarder`: Carry a kept worker's connection to its next server.
 
 In the server:
 
@@ -27,9 +29,10 @@ In the server:
 - `hosted_workers`: The hosts of a server, and the workers of devices on them.
 - `http_relays`: Keep a relay on each host connected with the server.
 - `model_copies`: Which host sends a model to which.
+- `ray_agents`: The agents on the nodes of a Ray cluster, in the process that speaks to Ray.
 - `ray_cluster`: The hosts of a Ray cluster, through a process of its own.
-- `ray_messages`: Messages between the server and that process.
-- `ray_process`: The process that speaks to Ray.
+- `ray_messages`: Messages between the server and the process that speaks to Ray.
+- `ray_process`: That process.
 - `ray_relays`: The relays on the nodes of a Ray cluster, in that process.
 - `relay_connection`: The server's end of a relay.
 """

@@ -2,8 +2,11 @@
 
 Run by `agent_process`, on an event loop. The agent starts, kills and reaps workers' processes as
 the server orders, and owns what the workers of a host share: their segments of weights, which it
-exchanges with the agents of other hosts. When its connection to the server is lost it ends, and its
-workers with it: the server takes them for dead by then, and has their requests answered elsewhere.
+exchanges with the agents of other hosts.
+
+When its connection to the server is lost, the server takes all workers for dead, and has their
+requests answered elsewhere. The agent then keeps those that serve devices for the next server:
+without requests, but with weights and KV. If none comes in time, they end with the agent.
 """
 
 from __future__ import annotations
@@ -13,17 +16,28 @@ import logging
 import os
 import socket
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ballast.cluster.hosts.model_exchange import ModelExchange, machine
+from ballast.cluster.hosts.server_inbox import Server
+from ballast.cluster.hosts.worker_forwarder import WorkerForwarder
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.local_process import COMMAND, LocalProcess
-from ballast.transport.curve import CurveClient, CurveLink, pipe_of
+from ballast.cluster.worker.renewals import Renewal
+from ballast.core.errors import BallastError
+from ballast.transport.curve import CurveClient, CurveKeys, CurveLink, pipe_of
 from ballast.transport.host_messages import (
+    AssignWorkerMsg,
+    AttachWorkerMsg,
     CloseWorkerMsg,
     ConfigureHostMsg,
+    EndHostMsg,
     ForgetModelMsg,
+    FromHost,
     HostBeatMsg,
     HostHelloMsg,
     KillWorkerMsg,
@@ -44,33 +58,65 @@ _LONGEST_PROOF = 256
 
 
 class HostAgent:
-    """The workers of this host, by the server's numbers."""
+    """The workers of this host, by numbers that its servers give them."""
 
-    def __init__(self, keys: CurveLink, command: Sequence[str] = COMMAND) -> None:
-        self._socket: LoopSocket[ToHost] = LoopSocket(CurveClient(keys), decode_to_host)
+    def __init__(self, keys: CurveKeys, command: Sequence[str] = COMMAND) -> None:
+        self._keys = keys
+        self._socket: LoopSocket[ToHost] | None = None
+        """The connection to the present server."""
         self._command = tuple(command)
         self._broker: SegmentBroker | None = None
         self._models: ModelExchange | None = None
         self._workers: dict[int, LocalProcess] = {}
+        self._devices: dict[int, str] = {}
+        """Of workers that serve one."""
         self._starting: dict[int, asyncio.Future[None]] = {}
         """Starts of workers, which end before these can be killed or closed."""
         self._tasks = set[asyncio.Future[None]]()
+        self._keep_seconds = 0.0
+        self._ending = False
 
-    async def run(self) -> None:
-        """Serve until the connection is lost; all workers have ended then."""
+    async def serve(self, server: Server) -> float:
+        """Serve one server until the connection to it is lost; return for how long its devices are
+        kept, seconds; 0: they have ended."""
+        link = CurveLink(server.address, server.key, self._keys)
+        socket: LoopSocket[ToHost] = LoopSocket(CurveClient(link), decode_to_host)
+        self._socket = socket
         beating = asyncio.ensure_future(self._beat())
         try:
-            while not self._socket.lost:
-                while self._socket.has_message:
-                    self._handle(self._socket.take())
-                await self._socket.change()
+            while not socket.lost and not self._ending:
+                while socket.has_message and not self._ending:
+                    self._handle(socket.take())
+                if not socket.lost and not self._ending:
+                    await socket.change()
         finally:
             beating.cancel()
-            if self._models is not None:
-                await self._models.close()
-            await asyncio.gather(*self._starting.values())
-            await asyncio.gather(*(w.close(0.0) for w in self._workers.values()))
-            self._socket.close()
+            await self._leave_server()
+            self._socket = None
+            socket.close()
+        return self._keep_seconds if self._workers else 0.0
+
+    async def close(self) -> None:
+        """End all workers."""
+        if self._models is not None:
+            await self._models.close()
+        await asyncio.gather(*self._starting.values())
+        await asyncio.gather(*(w.close(0.0) for w in self._workers.values()))
+        self._workers.clear()
+
+    async def _leave_server(self) -> None:
+        """Keep the workers that serve devices, and end the others."""
+        if self._ending or not self._keep_seconds:
+            await self.close()
+            return
+        if self._models is not None:
+            self._models.server_gone()
+        await asyncio.gather(*self._starting.values())
+        for id, worker in list(self._workers.items()):
+            if id in self._devices and worker.exited is not None and not worker.exited.done():
+                worker.renew(Renewal())
+            else:
+                await self._drop(id, 0.0)
 
     def _handle(self, message: ToHost) -> None:
         match message:
@@ -78,16 +124,27 @@ class HostAgent:
                 self._configure(message)
             case StartWorkerMsg():
                 self._starting[message.id] = self._do(self._start(message))
+            case AssignWorkerMsg():
+                self._devices[message.id] = message.device
+            case AttachWorkerMsg():
+                self._do(self._attach(message))
             case KillWorkerMsg():
                 self._do(self._kill(message))
             case CloseWorkerMsg():
                 self._do(self._close(message))
+            case EndHostMsg():
+                self._ending = True
             case ForgetModelMsg():
                 if self._broker is not None:
                     self._broker.forget(message.model)
             case SendModelMsg() | ReceiveModelMsg() | ReadFilesMsg():
                 if self._models is not None:
                     self._models.handle(message)
+
+    def _send(self, message: FromHost) -> None:
+        """Queue a message; lost while there is no server."""
+        if self._socket is not None:
+            self._socket.send(message)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
@@ -96,9 +153,14 @@ class HostAgent:
         return task
 
     def _configure(self, message: ConfigureHostMsg) -> None:
-        broker = self._broker = SegmentBroker(message.writable)
-        broker.others = self._models = ModelExchange(broker, message.writable, self._socket.send)
-        self._socket.send(
+        self._keep_seconds = message.keep_seconds
+        if self._broker is None:
+            self._broker = SegmentBroker(message.writable)
+            self._models = ModelExchange(self._broker, message.writable, self._send)
+            self._broker.others = self._models
+        broker, exchange = self._broker, self._models
+        assert exchange is not None
+        self._send(
             HostHelloMsg(
                 socket.gethostname(),
                 len(os.sched_getaffinity(0)),
@@ -106,8 +168,11 @@ class HostAgent:
                 broker.peer_link.path,
                 read_proof(message.proof),
                 machine(),
+                tuple(self._devices.items()),
             )
         )
+        for model, kind, _ in broker.models.items():
+            exchange.changed(model, kind, True)
 
     async def _start(self, message: StartWorkerMsg) -> None:
         id = message.id
@@ -117,9 +182,10 @@ class HostAgent:
         if link is None:
             options += ("--dir", message.directory)
         try:
-            await worker.spawn(*options, link=link, ended=lambda: self._ended(id, worker))
+            ended = partial(self._ended, id, worker)
+            await worker.spawn(*options, link=link, renewable=True, ended=ended)
         except OSError as error:
-            self._socket.send(WorkerEndedMsg(id, f"it could not be started: {error}"))
+            self._send(WorkerEndedMsg(id, f"it could not be started: {error}"))
         finally:
             if link is not None:
                 os.close(link)
@@ -127,7 +193,24 @@ class HostAgent:
     def _ended(self, id: int, worker: LocalProcess) -> None:
         """Report that a process has ended."""
         in_flight = worker.in_flight() if id in self._workers else ()
-        self._socket.send(WorkerEndedMsg(id, worker.exit_reason(), tuple(in_flight)))
+        self._send(WorkerEndedMsg(id, worker.exit_reason(), tuple(in_flight)))
+
+    async def _attach(self, message: AttachWorkerMsg) -> None:
+        """Connect a kept worker with the server; on another host, for as long as that lasts."""
+        if (kept := self._workers.get(message.id)) is None:
+            return
+        if message.keys is None:
+            kept.renew(Renewal(directory=message.directory))
+            return
+        try:
+            forwarder = WorkerForwarder(message.keys.address)
+            await forwarder.listen()
+        except (OSError, BallastError) as error:
+            log.warning("worker %d cannot be kept: %s", message.id, error)
+            await self._drop(message.id, 0.0)
+            return
+        kept.renew(Renewal(msgspec.structs.replace(message.keys, address=forwarder.address)))
+        await forwarder.run()
 
     async def _kill(self, message: KillWorkerMsg) -> None:
         worker = await self._started(message.id)
@@ -141,12 +224,16 @@ class HostAgent:
         return self._workers.get(id)
 
     async def _close(self, message: CloseWorkerMsg) -> None:
-        worker = await self._started(message.id)
-        if worker is not None:
-            await worker.close(message.patience)
-            await asyncio.sleep(0)  # `_ended` has been called
-            self._workers.pop(message.id, None)
-            self._starting.pop(message.id, None)
+        if await self._started(message.id) is not None:
+            await self._drop(message.id, message.patience)
+
+    async def _drop(self, id: int, patience: float) -> None:
+        """End a worker that has been started, and forget it."""
+        await self._workers[id].close(patience)
+        await asyncio.sleep(0)  # `_ended` has been called
+        self._workers.pop(id, None)
+        self._starting.pop(id, None)
+        self._devices.pop(id, None)
 
     async def _beat(self) -> None:
         while True:
@@ -156,7 +243,7 @@ class HostAgent:
                 for id, worker in self._workers.items()
                 if worker.exited is not None and (activity := worker.activity()) is not None
             }
-            self._socket.send(HostBeatMsg(used))
+            self._send(HostBeatMsg(used))
 
 
 def read_proof(path: str) -> str:

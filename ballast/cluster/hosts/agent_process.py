@@ -1,8 +1,8 @@
 """Run the agent of a host: `python -m ballast.cluster.hosts.agent_process --parent PID`.
 
 Started on each host by what places devices there (an actor of Ray). It makes its keys, writes the
-public one to standard output, and reads the server's address and key, a line of JSON, from standard
-input: no secret leaves the process.
+public one to standard output, and reads the address and key of each server, a line of JSON, from
+standard input: no secret leaves the process. It ends with `ABANDONED` once no server comes.
 """
 
 from __future__ import annotations
@@ -12,27 +12,46 @@ import asyncio
 import logging
 import os
 import signal
-import sys
-
-import msgspec
+from collections.abc import Sequence
 
 from ballast.cluster.hosts.agent import HostAgent
+from ballast.cluster.hosts.server_inbox import ServerInbox
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
 from ballast.cluster.worker.local_process import COMMAND
+from ballast.core.errors import BallastError
 from ballast.isolation.orphan import die_with
-from ballast.transport.curve import CurveKeys, CurveLink
+from ballast.transport.curve import CurveKeys
+
+log = logging.getLogger(__name__)
 
 
-class Server(msgspec.Struct, frozen=True):
-    """Where the server is."""
+ABANDONED = 3
+"""Exit code of an agent whose server is gone, and for whose devices no other has come."""
+FIRST_SECONDS = 300.0
+"""Time for the first server to come."""
 
-    address: str
-    key: str
-    """Its public key."""
+
+async def run(own: CurveKeys, command: Sequence[str]) -> int:
+    """Serve one server after the other, until one ends the agent (0) or no more comes."""
+    inbox, agent = ServerInbox(), HostAgent(own, command)
+    seconds = FIRST_SECONDS
+    try:
+        while (server := await inbox.take(seconds)) is not None:
+            try:
+                seconds = await agent.serve(server)
+            except BallastError as error:
+                log.warning("a server cannot be understood: %s", error)
+                return 1
+            if not seconds:
+                return 0
+            log.warning("the server is gone; its devices are kept for %g s", seconds)
+        return ABANDONED
+    finally:
+        await agent.close()
 
 
 def main() -> None:
-    """Run until the connection to the server is lost, or the parent ends."""
+    """Run until no server comes any more, or the parent ends."""
     parser = argparse.ArgumentParser(prog="ballast.cluster.hosts.agent_process")
     parser.add_argument("--parent", type=int, required=True, help="process id of its parent")
     parser.add_argument("--worker", nargs=argparse.REMAINDER, help="command of its workers")
@@ -43,18 +62,10 @@ def main() -> None:
     set_up_logs("agent", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     own = CurveKeys.new()
     print(own.public, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        return
-    server = msgspec.json.decode(line, type=Server)
-
-    async def run() -> None:
-        await HostAgent(
-            CurveLink(server.address, server.key, own), arguments.worker or COMMAND
-        ).run()
-
-    asyncio.run(run())
-    logging.getLogger(__name__).warning("the server is gone; all workers of this host have ended")
+    code = asyncio.run(run(own, arguments.worker or COMMAND))
+    log.warning("the server is gone; all workers of this host have ended")
+    logging.shutdown()
+    os._exit(code)  # a thread still reads
 
 
 if __name__ == "__main__":

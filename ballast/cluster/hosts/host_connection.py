@@ -1,7 +1,8 @@
 """Connect the server with the agent of one host, and follow the workers' processes there.
 
 Used by `HostedWorkers`, on the event loop. When the connection is lost, all processes of the host
-count as ended: they end within seconds, if they have not, since the agent ends them.
+count as ended: what they were doing ends within seconds, if it has not. The next connection finds
+those in `kept` that the agent has kept.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from ballast.core.errors import BallastError, Unavailable
 from ballast.core.link import LinkSettings
 from ballast.transport.curve import CurveLink, CurveServer
 from ballast.transport.host_messages import (
+    AssignWorkerMsg,
+    AttachWorkerMsg,
     CloseWorkerMsg,
     ConfigureHostMsg,
+    EndHostMsg,
     ForgetModelMsg,
     FromHost,
     HostBeatMsg,
@@ -38,12 +42,15 @@ from ballast.transport.sockets import LoopSocket, PrivateDirectory
 
 log = logging.getLogger(__name__)
 
+END_SECONDS = 5.0
+"""Time for an agent to end its workers, when the server stops."""
+
 
 class HostedProcess:
     """A worker's process on another host, as its agent reports it."""
 
     def __init__(self, host: HostConnection, id: int) -> None:
-        self._host, self._id = host, id
+        self._host, self.id = host, id
         self.exited: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
         self._exit_reason = "it runs"
         self._in_flight: frozenset[str] | None = frozenset()
@@ -56,7 +63,7 @@ class HostedProcess:
         assert self.exited is not None
         if self.exited.done():
             return False
-        self._host.send(KillWorkerMsg(self._id, why))
+        self._host.send(KillWorkerMsg(self.id, why))
         return True
 
     def exit_reason(self) -> str:
@@ -74,12 +81,12 @@ class HostedProcess:
 
     async def close(self, patience: float, late: Callable[[], object]) -> None:
         assert self.exited is not None
-        self._host.send(CloseWorkerMsg(self._id, patience))
+        self._host.send(CloseWorkerMsg(self.id, patience))
         await asyncio.wait({self.exited}, timeout=patience)
         if not self.exited.done():
             late()
             await self.exited
-        self._host.release(self._id)
+        self._host.release(self.id)
 
 
 class HostConnection:
@@ -107,6 +114,8 @@ class HostConnection:
         self._processes: dict[int, HostedProcess] = {}
         self.hello: HostHelloMsg | None = None
         """What the agent said of its host; None: it has not connected."""
+        self.kept: dict[int, str] = {}
+        """Devices, by worker, that a server before this one has left, and nobody has taken."""
         self.gone = ""
         """Why the host cannot be used any more; empty: it can."""
         self._met = asyncio.Event()
@@ -125,14 +134,16 @@ class HostConnection:
         """The server's public key."""
         return self._end.keys.public
 
-    async def meet(self, writable: bool, seconds: float) -> None:
-        """Wait until the agent has connected. Raises Unavailable."""
+    async def meet(self, writable: bool, seconds: float, keep_seconds: float) -> None:
+        """Wait until the agent has connected. `keep_seconds`: for how long it keeps devices once
+        this server is gone. Raises Unavailable."""
         directory = PrivateDirectory()
         proof, secret = directory.path / "proof", secrets.token_hex(32)
         try:
             if self._local:
                 proof.write_text(secret)
-            self.send(ConfigureHostMsg(writable, str(proof) if self._local else ""))
+            place = str(proof) if self._local else ""
+            self.send(ConfigureHostMsg(writable, place, keep_seconds))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._met.wait(), seconds)
         finally:
@@ -166,11 +177,33 @@ class HostConnection:
         Unavailable."""
         if self.gone:
             raise Unavailable(f"host {self.name}: {self.gone}")
-        id = next(self._numbers)
+        process = self._follow(next(self._numbers), wake)
+        self.send(StartWorkerMsg(process.id, keys, directory, spare))
+        return process
+
+    def attach_worker(
+        self, id: int, wake: Callable[[], None], *, keys: CurveLink | None, directory: str
+    ) -> HostedProcess:
+        """Have the agent connect a worker of `kept` with the server. `wake`: as of
+        `start_worker`."""
+        process = self._follow(id, wake)
+        self.send(AttachWorkerMsg(id, keys, directory))
+        return process
+
+    def assign(self, id: int, device: str) -> None:
+        """Have the agent keep a worker for the next server, as that of a device."""
+        self.send(AssignWorkerMsg(id, device))
+
+    def end_kept(self) -> None:
+        """End the workers that nobody has taken."""
+        for id in self.kept:
+            self.send(CloseWorkerMsg(id, 0.0))
+        self.kept = {}
+
+    def _follow(self, id: int, wake: Callable[[], None]) -> HostedProcess:
         process = self._processes[id] = HostedProcess(self, id)
         assert process.exited is not None
         process.exited.add_done_callback(lambda _: wake())
-        self.send(StartWorkerMsg(id, keys, directory, spare))
         return process
 
     def forget(self, model: str) -> None:
@@ -204,7 +237,8 @@ class HostConnection:
                 if message.version != __version__:
                     self.lose(f"it has ballast {message.version}, and the server {__version__}")
                     return
-                self.hello = message
+                self.hello, self.kept = message, dict(message.workers)
+                self._numbers = itertools.count(max(self.kept, default=0) + 1)
                 self._met.set()
             case WorkerEndedMsg():
                 process = self._processes.get(message.id)
@@ -232,6 +266,12 @@ class HostConnection:
     async def close(self) -> None:
         """End the agent, and with it what runs there."""
         if not self.gone:
+            self.send(EndHostMsg())
+            self._reading.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    while not self._socket.lost:
+                        await self._socket.change()
             self.gone = "the server is stopping"
             self._socket.close()
         self._reading.cancel()

@@ -7,10 +7,12 @@ to others: their next workers start there.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from ballast.cluster.hosts.host_choice import DeviceNeed, needs_of
@@ -19,6 +21,7 @@ from ballast.cluster.hosts.hosted_worker import HostedWorker
 from ballast.cluster.hosts.http_relays import HttpRelays, RelayProvider
 from ballast.cluster.hosts.model_copies import ModelCopies
 from ballast.cluster.hosts.ray_cluster import RayCluster
+from ballast.cluster.placing import part_of
 from ballast.cluster.worker.local_process import COMMAND
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.errors import BallastError, ConfigError, Unavailable
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MEET_SECONDS = 60.0
 """Time for a host's agent to connect."""
+KEEP_SECONDS = 60.0
+"""Time for which hosts keep their devices once the server is gone: for the next one."""
 
 
 class HostProvider(RelayProvider, Protocol):
@@ -36,11 +41,17 @@ class HostProvider(RelayProvider, Protocol):
 
     async def start(self) -> None: ...
 
+    async def kept(self) -> tuple[list[str], dict[str, str]]:
+        """Return the nodes whose agents a server of this fleet has left, and the hosts of the
+        devices whose resources it had reserved."""
+
     async def reserve(
         self, device: str, need: DeviceNeed, avoid: Collection[str], doubtful: Collection[str]
     ) -> str: ...
 
-    async def open(self, node: str, worker_command: Sequence[str]) -> tuple[str, str]: ...
+    async def open(
+        self, node: str, worker_command: Sequence[str], *, anew: bool
+    ) -> tuple[str, str]: ...
 
     async def connect(self, node: str, address: str, key: str) -> None: ...
 
@@ -56,6 +67,12 @@ def check_hosted(fleet: FleetSettings) -> None:
         raise ConfigError("kv_host", fleet.kv.host_bytes, "not kept on many hosts so far")
 
 
+def fleet_id(file: Path, named: str = "") -> str:
+    """Return by what a fleet is known on its cluster: its name, or a digest of its file's path.
+    A server that is restarted, on this host or another, has the same."""
+    return named or hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True)
 class RayHosts:
     """The hosts of a Ray cluster."""
@@ -64,6 +81,8 @@ class RayHosts:
     """Of the cluster."""
     http: int | None = None
     """Port at which each host answers HTTP; None: the server's own alone."""
+    fleet: str = "fleet"
+    """Which fleet this is, of those on the cluster: a server that is restarted finds its own."""
     local: bool = True
     """As of `HostConnection`."""
 
@@ -74,7 +93,7 @@ async def hosted_on_ray(
     """Return workers on the nodes of a Ray cluster, connected. Raises ConfigError and
     Unavailable."""
     command = () if tuple(worker_command) == COMMAND else worker_command  # of each host's Python
-    cluster = RayCluster(ray.address)
+    cluster = RayCluster(ray.address, ray.fleet)
     workers = HostedWorkers(cluster, fleet, command, local=ray.local, http=ray.http)
     try:
         await workers.start()
@@ -101,8 +120,7 @@ class HostedWorkers:
         check_hosted(fleet)
         self._provider, self._fleet, self._local = provider, fleet, local
         self._command = tuple(worker_command)
-        self._http = http
-        self._relays: HttpRelays | None = None
+        self._relays = None if http is None else HttpRelays(provider, http)
         self._needs: dict[str, DeviceNeed] = {}
         self._links: dict[str, HostConnection] = {}
         """The latest connection to each host, by node."""
@@ -112,21 +130,61 @@ class HostedWorkers:
         self._spares: dict[str, SpareWorker[HostedWorker]] = {}
         self._drained: dict[str, list[str]] = {}
         """Names of hosts that get no device, with those that they had when they were drained."""
+        self._kept: dict[str, HostedWorker] = {}
+        """Workers of devices since before this server, until these are started."""
+        self._failed = set[str]()
+        """Hosts whose agents did not connect at the last attempt."""
         self._copies = ModelCopies()
         self._reserving: dict[str, asyncio.Future[str]] = {}
         """Devices that wait for a host."""
 
     async def start(self) -> None:
-        """Connect to the provider. Raises ConfigError and Unavailable."""
+        """Connect to the provider, and to the workers that a server before this one has left.
+        Raises ConfigError and Unavailable."""
         await self._provider.start()
         hosts = await self._provider.hosts()
         self._needs = needs_of(self._fleet, {node: host.cpus for node, host in hosts.items()})
+        nodes, reserved = await self._provider.kept()
+        await asyncio.gather(*(self._find_kept(node, reserved) for node in nodes))
         log.info("%d devices on %d hosts", len(self._needs), len(hosts))
+        if self._kept:
+            log.warning("%d devices serve since before this server", len(self._kept))
+
+    async def _find_kept(self, node: str, reserved: Mapping[str, str]) -> None:
+        """Connect to a host that has an agent. Raises Unavailable if it does not connect though the
+        host is there: it may have another server."""
+        try:
+            await self._take_kept(await self._link(node), reserved)
+        except Unavailable as error:
+            if node in await self._provider.hosts():
+                raise
+            log.warning("a host was not kept: %s", error)
+
+    async def _take_kept(self, link: HostConnection, reserved: Mapping[str, str]) -> None:
+        """Take the workers of a host whose devices this fleet has and would start as they are; end
+        the others."""
+        for id, device in list(link.kept.items()):
+            if reserved.get(device) != link.node or device not in self._needs:
+                continue
+            worker, serves = self._new(device), False
+            del link.kept[id]
+            try:
+                async with asyncio.timeout(MEET_SECONDS):
+                    part = part_of(self._fleet, device, (), 1)
+                    serves = await worker.attach(link, id, self._needs[device].cpus, part)
+            except (Unavailable, TimeoutError) as error:
+                log.warning("%s was not kept: %s", device, error)
+            if serves and device not in self._kept:
+                self._kept[device] = worker
+                self._nodes[device] = link.node
+            else:
+                await worker.close()
+        link.end_kept()
 
     def answer_http(self, accept: Callable[[], asyncio.Protocol]) -> None:
         """Have each host answer HTTP from now on, if it is to, by protocols that `accept` makes."""
-        if self._http is not None:
-            self._relays = HttpRelays(self._provider, self._http, accept)
+        if self._relays is not None:
+            self._relays.answer(accept)
 
     def connection_of(self, device: str) -> HostConnection | None:
         """Return the connection to a device's host; None: it has none now."""
@@ -156,15 +214,18 @@ class HostedWorkers:
         return concerned
 
     def first(self, device: str) -> HostedWorker:
-        return HostedWorker(partial(self._find, device))
+        return self._kept.pop(device, None) or self._new(device)
+
+    def _new(self, device: str) -> HostedWorker:
+        return HostedWorker(partial(self._find, device), device)
 
     async def next(self, device: str) -> HostedWorker:
         link, threads = await self._find(device)
         spare = self._spares.get(link.node)
         worker = None if spare is None else spare.take()
         if worker is None:
-            return self.first(device)
-        worker.threads = threads
+            return self._new(device)
+        worker.take(device, threads)
         return worker
 
     async def prepare(self, limits: ServerSettings) -> None:
@@ -181,6 +242,7 @@ class HostedWorkers:
         if self._relays is not None:
             await self._relays.close()
         await asyncio.gather(*(spare.close() for spare in self._spares.values()))
+        await asyncio.gather(*(worker.close() for worker in self._kept.values()))
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._provider.close()
 
@@ -203,7 +265,9 @@ class HostedWorkers:
         if node is None or (link is not None and (link.gone or link.name in self._drained)):
             node = self._nodes[device] = await self._reserve(device)
         try:
-            return await self._link(node), self._needs[device].cpus
+            link = await self._link(node)
+            link.end_kept()
+            return link, self._needs[device].cpus
         except BallastError:
             self._nodes.pop(device, None)  # another host, the next time
             raise
@@ -244,11 +308,14 @@ class HostedWorkers:
             host = (await self._provider.hosts()).get(node)
             if host is None:
                 raise Unavailable(f"host {node} is gone")
-            key, ip = await self._provider.open(node, self._command)
+            anew = node in self._failed
+            self._failed.add(node)
+            key, ip = await self._provider.open(node, self._command, anew=anew)
             made = HostConnection(node, host.name, ip, key, self._report, local=self._local)
             self._links[node] = made
             await self._provider.connect(node, made.address, made.key)
-            await made.meet(self._fleet.has_gpus, MEET_SECONDS)
+            await made.meet(self._fleet.has_gpus, MEET_SECONDS, KEEP_SECONDS)
+            self._failed.discard(node)
             assert made.hello is not None
             self._copies.join(node, host.ip, made.hello.machine)
             where = "the server's own host" if made.is_servers else "over TCP"

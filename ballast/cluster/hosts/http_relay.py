@@ -35,6 +35,8 @@ HEAD_SECONDS, HEAD_BYTES = 5.0, 64 << 10
 """Bounds of the head of a request that is refused."""
 LINGER_SECONDS = 1.0
 """Time for a refused client to stop sending; one whose bytes nobody reads may miss its answer."""
+OTHER_FILES = 64
+"""Open files other than clients' connections, and those of clients that are refused."""
 LOOK_SECONDS = 1.0
 """Interval of looks for what a client has read that reads slowly."""
 
@@ -51,7 +53,9 @@ _HEAD = (
 class HttpRelay:
     """Listens for clients; `serve` connects them with a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: int) -> None:
+        """`files`: how many the process may open."""
+        self._most_clients = max(1, files - OTHER_FILES)
         self._listener: asyncio.Server | None = None
         self._socket: LoopSocket[ToRelay] | None = None
         """The connection to a server that takes clients; None: there is none."""
@@ -122,7 +126,7 @@ class HttpRelay:
     def _handle(self, socket: LoopSocket[ToRelay], message: ToRelay) -> None:
         if isinstance(message, WelcomeRelayMsg):
             self._socket = socket
-            socket.send(RelayHelloMsg(*self.address))
+            socket.send(RelayHelloMsg(*self.address, self._most_clients))
             return
         client = self._clients.get(message.id)
         match message:

@@ -36,26 +36,28 @@ class RelayProvider(Protocol):
 class HttpRelays:
     """The relays of all hosts, at one port."""
 
-    def __init__(
-        self, provider: RelayProvider, port: int, accept: Callable[[], asyncio.Protocol]
-    ) -> None:
-        """`accept`: as of `RelayConnection`."""
-        self._provider, self._port, self._accept = provider, port, accept
+    def __init__(self, provider: RelayProvider, port: int) -> None:
+        self._provider, self._port = provider, port
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._whys: dict[str, str] = {}
         """Why a host's relay could not be used at the last attempt."""
         self._old = set[str]()
         """Hosts whose relay is of another version."""
-        self._looking = asyncio.create_task(self._look())
+        self._looking: asyncio.Task[None] | None = None
+
+    def answer(self, accept: Callable[[], asyncio.Protocol]) -> None:
+        """Begin to answer. `accept`: as of `RelayConnection`."""
+        self._looking = asyncio.create_task(self._look(accept))
 
     async def close(self) -> None:
         """Leave the relays, which go on without a server."""
-        tasks = [self._looking, *self._serving.values()]
+        tasks = [task for task in (self._looking, *self._serving.values()) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
-    async def _look(self) -> None:
+    async def _look(self, accept: Callable[[], asyncio.Protocol]) -> None:
         """Serve each host's relay, those of new hosts as well."""
         while True:
             hosts: dict[str, HostInfo] = {}
@@ -63,17 +65,19 @@ class HttpRelays:
                 hosts = await self._provider.hosts()
             self._serving = {n: task for n, task in self._serving.items() if not task.done()}
             for node in hosts.keys() - self._serving.keys():
-                self._serving[node] = asyncio.create_task(self._serve(node, hosts[node]))
+                self._serving[node] = asyncio.create_task(self._serve(node, hosts[node], accept))
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _serve(self, node: str, host: HostInfo) -> None:
+    async def _serve(
+        self, node: str, host: HostInfo, accept: Callable[[], asyncio.Protocol]
+    ) -> None:
         """Take the clients of a host's relay, until the connection to it is lost."""
         connection = None
         try:
             anew = node in self._old
             key, ip = await self._provider.open_relay(node, host.ip, self._port, anew=anew)
             self._old.discard(node)
-            connection = RelayConnection(ip, key, self._accept)
+            connection = RelayConnection(ip, key, accept)
             await self._provider.connect_relay(node, connection.address, connection.key)
             await connection.meet(MEET_SECONDS)
             assert connection.hello is not None

@@ -96,11 +96,25 @@ class ModelExchange:
     def handle(self, order: ModelOrder) -> None:
         """Carry out an order."""
         if isinstance(order, SendModelMsg):
-            sender = ModelSender(_Here(self, order), order.ip, order.receiver)
-            self._begin(sender, self._answer(sender))
-            self._send(SenderReadyMsg(order.id, sender.address, sender.key))
+            self._send_model(order)
         elif (reception := self._receptions.get((order.model, order.kind))) is not None:
             reception.orders.put_nowait(order)
+
+    def _send_model(self, order: SendModelMsg) -> None:
+        try:
+            sender = ModelSender(_Here(self, order), order.ip, order.receiver)
+        except Unavailable as error:
+            log.warning("a model is not sent: %s", error)
+            self._send(SenderReadyMsg(order.id, "", ""))  # its receiver asks another host
+            return
+        self._begin(sender, self._answer(sender))
+        self._send(SenderReadyMsg(order.id, sender.address, sender.key))
+
+    def server_gone(self) -> None:
+        """Have files read of models for which a host was asked: the answer does not come. What is
+        coming goes on."""
+        for (model, kind), reception in self._receptions.items():
+            reception.orders.put_nowait(ReadFilesMsg(model, kind))
 
     async def close(self) -> None:
         """End all transfers."""
@@ -170,6 +184,8 @@ class ModelExchange:
             self._broker.hold(digest, fd, reception)
             reception.advance()
 
+        if not order.address:
+            raise Unavailable("the host that has it cannot listen")
         receiver = ModelReceiver(CurveLink(order.address, order.sender, reception.own))
         try:
             record = await receiver.record()

@@ -21,7 +21,9 @@ from ballast.cluster.hosts.host_choice import DeviceNeed, HostInfo
 from ballast.cluster.hosts.ray_messages import (
     ConnectHostMsg,
     ConnectRelayMsg,
+    EndFleetMsg,
     HostsMsg,
+    KeptMsg,
     OpenHostMsg,
     OpenRelayMsg,
     RayAnswer,
@@ -33,6 +35,8 @@ from ballast.isolation.environment import child_environment
 
 START_SECONDS = 60.0
 """Time for the process to import Ray and to connect to the cluster."""
+END_SECONDS = 10.0
+"""Time for Ray to end the agents, and to free what was reserved."""
 _LONGEST_LINE = 1 << 20
 
 
@@ -64,13 +68,15 @@ def objection(addresses: Iterable[str], environment: Mapping[str, str]) -> str |
 class RayCluster:
     """A `HostProvider`: hosts are the nodes of a Ray cluster."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, fleet: str = "fleet") -> None:
+        """`fleet`: as of `RayHosts`."""
+        self._address, self._fleet = address, fleet
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[RayAnswer]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._ready = False
         self.down = ""
         """Why the process does not answer any more."""
 
@@ -85,8 +91,7 @@ class RayCluster:
             ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "ballast.cluster.hosts.ray_process"),
-                *("--ray", self._address, "--fd", str(theirs.fileno())),
-                *("--parent", str(os.getpid())),
+                *("--ray", self._address, "--fleet", self._fleet, "--fd", str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(ray),
@@ -102,10 +107,17 @@ class RayCluster:
             raise Unavailable(f"Ray at {self._address}: {answer.error}")
         if (why := objection(answer.addresses, os.environ)) is not None:
             raise ConfigError("--ray", self._address, why)
+        self._ready = True
 
     async def hosts(self) -> dict[str, HostInfo]:
         """Return the hosts that there are, by node."""
         return (await self._ask(HostsMsg)).hosts
+
+    async def kept(self) -> tuple[list[str], dict[str, str]]:
+        """Return the nodes whose agents a server of this fleet has left, and the hosts of the
+        devices whose resources it had reserved."""
+        answer = await self._ask(KeptMsg)
+        return list(answer.nodes), answer.reserved
 
     async def reserve(
         self, device: str, need: DeviceNeed, avoid: Collection[str], doubtful: Collection[str]
@@ -115,10 +127,12 @@ class RayCluster:
         answer = await self._ask(lambda id: ReserveHostMsg(id, device, need, *hosts))
         return answer.node
 
-    async def open(self, node: str, worker_command: Sequence[str]) -> tuple[str, str]:
-        """Start an agent on a host; returns its public key, and the address of the server's
-        host."""
-        answer = await self._ask(lambda id: OpenHostMsg(id, node, tuple(worker_command)))
+    async def open(
+        self, node: str, worker_command: Sequence[str], *, anew: bool
+    ) -> tuple[str, str]:
+        """Start an agent on a host that has none; returns its public key, and the address of the
+        server's host. `anew`: in place of the one that it has."""
+        answer = await self._ask(lambda id: OpenHostMsg(id, node, tuple(worker_command), anew))
         return answer.key, answer.ip
 
     async def connect(self, node: str, address: str, key: str) -> None:
@@ -163,6 +177,9 @@ class RayCluster:
 
     async def close(self) -> None:
         """End the process, and what it has started and reserved."""
+        if self._reading is not None and self._ready:
+            with contextlib.suppress(Unavailable, TimeoutError):
+                await asyncio.wait_for(self._ask(EndFleetMsg), END_SECONDS)
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:

@@ -20,9 +20,17 @@ class HostsMsg(RayMessage, frozen=True):
     """List the hosts of the cluster."""
 
 
+class KeptMsg(RayMessage, frozen=True):
+    """List what a server of this fleet has left: agents, and devices with resources."""
+
+
+class EndFleetMsg(RayMessage, frozen=True):
+    """End all agents of this fleet, and free what was reserved for its devices."""
+
+
 class ReserveHostMsg(RayMessage, frozen=True):
-    """Reserve a device's resources on a host, for as long as the process runs, in place of any that
-    it had; wait until there are some."""
+    """Reserve a device's resources on a host, in place of any that it had; wait until there are
+    some."""
 
     device: str
     need: DeviceNeed
@@ -31,10 +39,11 @@ class ReserveHostMsg(RayMessage, frozen=True):
 
 
 class OpenHostMsg(RayMessage, frozen=True):
-    """Start an agent on a host, unless one is there that no server has been connected with."""
+    """Start an agent on a host, unless one is there; `anew`: in place of that one."""
 
     node: str
     worker_command: tuple[str, ...]
+    anew: bool
 
 
 class ConnectHostMsg(RayMessage, frozen=True):
@@ -79,10 +88,21 @@ class RayAnswer(msgspec.Struct, frozen=True):
     """Address of the server's host in the cluster's network."""
     hosts: dict[str, HostInfo] = {}
     """By node."""
+    nodes: tuple[str, ...] = ()
+    """Hosts with agents."""
+    reserved: dict[str, str] = {}
+    """Host of each device that has resources."""
     addresses: tuple[str, ...] = ()
     """Of the hosts; in the first answer, with which the process begins."""
 
 
 RayRequest = (
-    HostsMsg | ReserveHostMsg | OpenHostMsg | ConnectHostMsg | OpenRelayMsg | ConnectRelayMsg
+    HostsMsg
+    | KeptMsg
+    | EndFleetMsg
+    | ReserveHostMsg
+    | OpenHostMsg
+    | ConnectHostMsg
+    | OpenRelayMsg
+    | ConnectRelayMsg
 )

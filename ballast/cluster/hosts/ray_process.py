@@ -1,12 +1,12 @@
 """Speak to Ray for a server: `python -m ballast.cluster.hosts.ray_process --ray ADDRESS ...`.
 
-Started by `RayCluster`. Only it and `ray_relays` import Ray, in a process of its own: Ray's threads
-and signals, and its habit to end a process whose cluster is gone, stay out of the server's. Ray
-gets addresses, sizes and public keys, no secret and nothing of clients.
+Started by `RayCluster`. Only it, `ray_agents` and `ray_relays` import Ray, in a process of its own:
+Ray's threads and signals, and its habit to end a process whose cluster is gone, stay out of the
+server's. Ray gets addresses, sizes and public keys, no secret and nothing of clients.
 
 A device's resources are a placement group, which waits where no host has room: that is how Ray's
-autoscaler learns what is wanted. A host's agent is the child of an actor; where either ends Ray
-starts both again.
+autoscaler learns what is wanted. Agents (`ray_agents`) and groups outlive the server, by names that
+the next server of the same fleet finds.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ import argparse
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
 
-from ballast.cluster.hosts.agent_process import Server
 from ballast.cluster.hosts.host_choice import HostInfo, HostRoom, choose_host
+from ballast.cluster.hosts.ray_agents import RayAgents, group_name, groups_of
 from ballast.cluster.hosts.ray_messages import (
     ConnectHostMsg,
     ConnectRelayMsg,
+    EndFleetMsg,
     HostsMsg,
+    KeptMsg,
     OpenHostMsg,
     OpenRelayMsg,
     RayAnswer,
@@ -41,8 +44,6 @@ from ballast.cluster.hosts.ray_messages import (
     ReserveHostMsg,
 )
 from ballast.cluster.hosts.ray_relays import RayRelays
-from ballast.isolation.environment import child_environment
-from ballast.isolation.orphan import die_with
 
 log = logging.getLogger(__name__)
 
@@ -50,56 +51,19 @@ NODE_LABEL = "ray.io/node-id"
 OTHER_ROOM_SECONDS = 5.0
 """Time after which a chosen host that has no room after all is not waited for."""
 
-LINGER_SECONDS = 10.0
-"""Time for an agent to end whose server has lost it."""
-
-
-class HostActor:
-    """Holds a host's agent, on that host. Ray restarts it where it or the agent ends."""
-
-    def __init__(self, worker_command: Sequence[str]) -> None:
-        environment = child_environment()
-        # Ray's, for an actor without CPUs; a worker sets its own number of threads.
-        environment.pop("OMP_NUM_THREADS", None)
-        command = [sys.executable, "-m", "ballast.cluster.hosts.agent_process"]
-        command += ["--parent", str(os.getpid())]
-        if worker_command:
-            command += ["--worker", *worker_command]
-        self._agent = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        assert self._agent.stdout is not None
-        self._key = self._agent.stdout.readline().decode().strip()
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def _follow(self) -> None:
-        self._agent.wait()
-        os._exit(1)
-
-    def key(self) -> str:
-        """Return the agent's public key."""
-        return self._key
-
-    def connect(self, address: str, key: str) -> None:
-        """Connect the agent with the server."""
-        assert self._agent.stdin is not None
-        self._agent.stdin.write(msgspec.json.encode(Server(address, key)) + b"\n")
-        self._agent.stdin.flush()
-
 
 class RayDriver:
     """Carries out requests, each on a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
         self._groups: dict[str, PlacementGroup] = {}
         """Of each device: what it has, or waits for."""
         self._nodes: dict[str, str] = {}
         """Host of each device."""
-        self._actors: dict[str, Any] = {}
-        self._connected: dict[str, str] = {}
-        """Key of the agent of each host that has been connected."""
         self._lock = threading.Lock()
-        self._relays = RayRelays()
+        self._agents = RayAgents(fleet)
+        self._relays = RayRelays(fleet)
 
     def answer(self, request: RayRequest) -> RayAnswer:
         """Carry out a request; errors of Ray become answers."""
@@ -109,11 +73,19 @@ class RayDriver:
                     return RayAnswer(request.id, hosts=_hosts())
                 case ReserveHostMsg():
                     return RayAnswer(request.id, node=self._reserve(request))
+                case KeptMsg():
+                    return self._kept(request)
+                case EndFleetMsg():
+                    self._agents.end()
+                    for group in groups_of(self._fleet):
+                        remove_placement_group(get_placement_group(group.name))
+                    return RayAnswer(request.id)
                 case OpenHostMsg():
-                    return self._open(request)
+                    command, anew = request.worker_command, request.anew
+                    key = self._agents.open(request.node, command, anew=anew)
+                    return RayAnswer(request.id, key=key, ip=ray.util.get_node_ip_address())
                 case ConnectHostMsg():
-                    actor = self._actors[request.node]
-                    ray.get(actor.connect.remote(request.address, request.key), timeout=30)
+                    self._agents.connect(request.node, request.address, request.key)
                     return RayAnswer(request.id)
                 case OpenRelayMsg():
                     key = self._relays.open(request.node, request.ip, request.port, request.anew)
@@ -123,6 +95,27 @@ class RayDriver:
                     return RayAnswer(request.id)
         except (ray.exceptions.RayError, OSError, ValueError, KeyError, TimeoutError) as error:
             return RayAnswer(request.id, error=f"Ray: {type(error).__name__}: {error}")
+
+    def _kept(self, request: KeptMsg) -> RayAnswer:
+        """Take over what a server before this one has left; reservations that wait are void."""
+        alive = {node["NodeID"] for node in _nodes()}
+        with self._lock:
+            for group in groups_of(self._fleet):
+                found = get_placement_group(group.name)
+                if group.node in alive and group.device not in self._groups:
+                    self._groups[group.device] = found
+                    self._nodes[group.device] = group.node
+                else:
+                    remove_placement_group(found)
+            nodes = [node for node in self._agents.nodes() if node in alive]
+            return RayAnswer(request.id, nodes=tuple(nodes), reserved=dict(self._nodes))
+
+    def abandon(self) -> None:
+        """Free what waits for a host: the server has died."""
+        for device, group in list(self._groups.items()):
+            if not group.wait(0):
+                log.warning("%s does not wait any more", device)
+                remove_placement_group(group)
 
     def _reserve(self, request: ReserveHostMsg) -> str:
         device, need = request.device, request.need
@@ -153,7 +146,12 @@ class RayDriver:
         with self._lock:
             node = self._nodes.get(device)
             self._release(device)
-            made = placement_group([bundle], bundle_label_selector=[where])
+            made = placement_group(
+                [bundle],
+                bundle_label_selector=[where],
+                name=group_name(self._fleet, device),
+                lifetime="detached",
+            )
             self._groups[device] = made
             if node is not None:
                 self._nodes[device] = node  # chosen: others are not to choose it as well
@@ -181,25 +179,6 @@ class RayDriver:
             )
             for node in _nodes()
         ]
-
-    def _open(self, request: OpenHostMsg) -> RayAnswer:
-        node = request.node
-        actor = self._actors.get(node)
-        if actor is None:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
-            made = ray.remote(HostActor).options(scheduling_strategy=where, **options)
-            actor = self._actors[node] = made.remote(list(request.worker_command))
-        key = ray.get(actor.key.remote(), timeout=60)
-        since = time.monotonic()
-        while key == self._connected.get(node):  # of an agent that has ended: Ray starts another
-            time.sleep(0.1)
-            if time.monotonic() - since > LINGER_SECONDS:
-                ray.kill(actor, no_restart=False)
-                since = time.monotonic()
-            key = ray.get(actor.key.remote(), timeout=60)
-        self._connected[node] = key
-        return RayAnswer(request.id, key=key, ip=ray.util.get_node_ip_address())
 
 
 def _only(node: str | None, avoid: Sequence[str]) -> dict[str, str]:
@@ -229,10 +208,9 @@ def main() -> None:
     """Answer requests until the server closes the connection."""
     parser = argparse.ArgumentParser(prog="ballast.cluster.hosts.ray_process")
     parser.add_argument("--ray", required=True, help="address of the cluster")
+    parser.add_argument("--fleet", required=True, help="which fleet of the cluster this is")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the connection")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the server")
     arguments = parser.parse_args()
-    die_with(arguments.parent)
     connection = socket.socket(fileno=arguments.fd)
     lock = threading.Lock()
 
@@ -252,12 +230,13 @@ def main() -> None:
     except (ray.exceptions.RayError, OSError, ValueError, RuntimeError) as error:
         send(RayAnswer(0, error=f"{type(error).__name__}: {error}"))
         return
-    driver = RayDriver()
+    driver = RayDriver(arguments.fleet)
     decoder = msgspec.json.Decoder(RayRequest)
     with connection.makefile("rb") as lines, ThreadPoolExecutor(32) as threads:
         for line in lines:
             threads.submit(lambda request: send(driver.answer(request)), decoder.decode(line))
-        os._exit(0)  # the server has gone: actors and groups end with this process
+        driver.abandon()
+        os._exit(0)  # whatever a thread waits for
 
 
 if __name__ == "__main__":

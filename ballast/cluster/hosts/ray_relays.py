@@ -18,8 +18,8 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ballast.cluster.hosts.agent_process import Server
 from ballast.cluster.hosts.relay_process import RelayStarted
+from ballast.cluster.hosts.server_inbox import Server
 from ballast.isolation.environment import child_environment
 
 log = logging.getLogger(__name__)
@@ -61,15 +61,16 @@ class RelayActor:
 
 
 class RayRelays:
-    """The relays' actors, by node."""
+    """The relays' actors of one fleet, by node."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
         self._actors: dict[str, Any] = {}
 
     def open(self, node: str, ip: str, port: int, anew: bool) -> str:
         """Return the public key of a host's relay, started if there is none. Raises ValueError
         where it cannot listen, and errors of Ray."""
-        name = f"http-relay-{port}-{node}"
+        name = f"http-relay-{self._fleet}-{port}-{node}"
         if anew:
             with contextlib.suppress(ValueError):  # it has gone by itself
                 ray.kill(ray.get_actor(name), no_restart=True)

@@ -53,7 +53,7 @@ class RelayConnection:
         self._socket: LoopSocket[FromRelay] = LoopSocket(self._end, decode_from_relay)
         self._accept = accept
         self._clients: dict[int, RelayedTransport] = {}
-        self._closed = False
+        self._closed = self._crowded = False
         self.hello: RelayHelloMsg | None = None
         """Where the relay listens; None: it has not connected."""
 
@@ -124,6 +124,12 @@ class RelayConnection:
             return
         if isinstance(message, ClientCameMsg):
             assert self.hello is not None
+            if len(self._clients) >= self.hello.most_clients:
+                if not self._crowded:
+                    log.warning("the relay at %s has no files for more clients", self.hello.host)
+                self._crowded = True
+                self.send(CloseClientMsg(message.id, at_once=True))
+                return
             here, peer = (self.hello.host, self.hello.port), (message.host, message.port)
             came = self._clients[message.id] = RelayedTransport(self, message.id, peer, here)
             came.begin(self._accept())

@@ -14,13 +14,11 @@ import logging
 import os
 import resource
 import signal
-import sys
-import threading
 
 import msgspec
 
-from ballast.cluster.hosts.agent_process import Server
 from ballast.cluster.hosts.http_relay import HttpRelay
+from ballast.cluster.hosts.server_inbox import ServerInbox
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
 from ballast.core.errors import BallastError
 from ballast.isolation.orphan import die_with
@@ -41,36 +39,9 @@ class RelayStarted(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class ServerInbox:
-    """The latest server that the parent has named."""
-
-    def __init__(self) -> None:
-        self._latest: Server | None = None
-        self._named = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    async def take(self, seconds: float) -> Server | None:
-        """Return a server that has not been returned yet; None: none was named in time."""
-        try:
-            await asyncio.wait_for(self._named.wait(), seconds)
-        except TimeoutError:
-            return None
-        self._named.clear()
-        return self._latest
-
-    def _read(self) -> None:
-        for line in sys.stdin:
-            self._loop.call_soon_threadsafe(self._note, msgspec.json.decode(line, type=Server))
-
-    def _note(self, server: Server) -> None:
-        self._latest = server
-        self._named.set()
-
-
-async def run(host: str, port: int) -> None:
-    """Relay until no server comes any more."""
-    relay, own = HttpRelay(), CurveKeys.new()
+async def run(host: str, port: int, files: int) -> None:
+    """Relay until no server comes any more. `files`: as of `HttpRelay`."""
+    relay, own = HttpRelay(files), CurveKeys.new()
     try:
         await relay.listen(host, port)
         started = RelayStarted(relay.address[1], own.public)
@@ -100,8 +71,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # its parent decides
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    files = 1 << 20 if most == resource.RLIM_INFINITY else most
     set_up_logs("relay", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
-    asyncio.run(run(arguments.host, arguments.port))
+    asyncio.run(run(arguments.host, arguments.port, files))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class _Peer:
     address: str
     thread: ThreadPoolExecutor
     """Single thread that handles the messages of this lender in order."""
+    epoch: int
     by_page: bool = False
     """Whether descriptors are fetched per lease (GPU) instead of once for all pages (CPU)."""
 
@@ -84,6 +85,8 @@ class LendingPeers:
         self.socket = PagesSocket()
         self._use_device, self._send = use_device, send
         self._peers: dict[str, _Peer] = {}
+        self._epoch = 0
+        """Last epoch of a peer."""
 
     def serve_pages(self) -> None:
         """Accept connections of workers that fetch this device's pages; one thread serves each."""
@@ -93,7 +96,9 @@ class LendingPeers:
 
     def meet(self, message: MeetPeerMsg) -> None:
         """Fetch descriptors of a peer's memory on the peer's thread, and add it to the device."""
-        known = self._peers[message.peer] = _Peer(message.address, ThreadPoolExecutor(1))
+        known = _Peer(message.address, ThreadPoolExecutor(1), message.epoch)
+        self._peers[message.peer] = known
+        self._epoch = max(self._epoch, message.epoch)
         known.submit(self._meet, known, message)
 
     def forget(self, message: PeerEndedMsg) -> None:
@@ -107,6 +112,13 @@ class LendingPeers:
             return
         known.submit(self._post, event)
         known.thread.shutdown(wait=False)
+
+    def forget_all(self) -> int:
+        """Post the end of all peers: the server that had introduced them is gone, and nothing of
+        theirs is borrowed here. Returns the last epoch in which there was one."""
+        for peer, known in list(self._peers.items()):
+            self.forget(PeerEndedMsg(peer, known.epoch))
+        return self._epoch
 
     def handle(self, event: PagesLentEvent | PagesRecalledEvent | PagesReturnedEvent) -> None:
         """Post a message about a lease to the device, in the order of its lender's messages."""

@@ -9,12 +9,14 @@ Both ends:
 
 - `flight_recorder`: Shared memory that records which requests are in the job in flight.
 - `process_names`: Names of worker processes, as operators see them.
+- `renewals`: Connect a worker with the next server, by word of its host's agent.
 
 In the worker:
 
 - `device_thread`: Build the device and run its loop, on a thread of its own.
 - `outgoing_queue`: Messages and outputs to be sent, from all threads, in order.
 - `process`: The entry point of the process.
+- `server_orders`: What the server has ordered and is not done, ended when the server is gone.
 - `status_reporter`: Send the device's state and heartbeats.
 - `worker`: Pass messages between the socket and the device.
 

@@ -24,7 +24,7 @@ from ballast.core.event import DrainEvent, Event, Output, StopEvent
 from ballast.core.lease import LendingMessage
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.lending_messages import lending_message
 from ballast.transport.worker_messages.lifecycle_messages import (
     DrainedMsg,
@@ -103,6 +103,7 @@ class DeviceThread:
         self._lock = threading.Lock()
         """Held while `_device` changes, or is used by any thread but its own."""
         self._has_served = False
+        self._pages_address = ""
         self._progress_at = 0.0
         """Time of the last progress of loading, seconds."""
         self.exit_code = 0
@@ -150,6 +151,18 @@ class DeviceThread:
             elif isinstance(event, DrainEvent | StopEvent):
                 self.abandoned = True  # still loading: nothing was accepted, nothing is lost
 
+    def ready(self, kept: tuple[ModelSettings, ...], epoch: int) -> ReadyMsg | None:
+        """Return what a further server needs to know, as in `ReadyMsg`; None: there is no device
+        now."""
+        with self._lock:
+            return None if self._device is None else self._ready(self._device, kept, epoch)
+
+    def _ready(
+        self, device: WorkerDevice, kept: tuple[ModelSettings, ...] = (), epoch: int = 0
+    ) -> ReadyMsg:
+        specs, report, pages = device.specs, device.snapshot(), self._pages_address
+        return ReadyMsg(specs, device.failed, report, pages, device.reach, kept, epoch)
+
     def load_seconds(self, now: float) -> float:
         """Return the seconds since loading last made progress; 0 once the device has served."""
         return 0.0 if self._has_served else now - self._progress_at
@@ -162,10 +175,8 @@ class DeviceThread:
             device.set_lending_outbox(lambda word: self._outgoing.put(lending_message(word)))
             device.set_migration_outbox(lambda a: self._outgoing.put(MigrationAnswerMsg.of(a)))
             with self._lock:
-                pages = "" if device.export() is None else pages_address
-                report = device.snapshot()
-                ready = ReadyMsg(device.specs, device.failed, report, pages, device.reach)
-                self._outgoing.put(ready)
+                self._pages_address = "" if device.export() is None else pages_address
+                self._outgoing.put(self._ready(device))
                 self._device = device
                 self._has_served = True
             device.run()

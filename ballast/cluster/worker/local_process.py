@@ -18,6 +18,7 @@ from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
 from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
 from ballast.cluster.worker.liveness_watch import Activity, process_activity
+from ballast.cluster.worker.renewals import Renewal, RenewalPipe
 from ballast.isolation.environment import child_environment
 
 COMMAND = (sys.executable, "-m", "ballast.cluster.worker.process")
@@ -44,6 +45,7 @@ class LocalProcess:
             "--kv": kv_broker,
         }
         self._connections: list[tuple[SegmentBroker | KvBroker, socket.socket]] = []
+        self._renewals: RenewalPipe | None = None
         self._flight_fd = flight_memory()
         self._flight = FlightRecorder(self._flight_fd)
         self._process: asyncio.subprocess.Process | None = None
@@ -65,11 +67,19 @@ class LocalProcess:
         return process_activity(self.pid)
 
     async def spawn(
-        self, *options: str, link: int | None = None, ended: Callable[[], object]
+        self,
+        *options: str,
+        link: int | None = None,
+        renewable: bool = False,
+        ended: Callable[[], object],
     ) -> None:
-        """Start the process. `link`: descriptor that it inherits as `--link`. `ended`: called once
-        it has ended. Raises OSError."""
+        """Start the process. `link`: descriptor that it inherits as `--link`. `renewable`: whether
+        `renew` can connect it with further servers. `ended`: called once it has ended. Raises
+        OSError."""
         fds = {"--flight": self._flight_fd}
+        if renewable:
+            self._renewals = RenewalPipe()
+            fds["--renewals"] = self._renewals.reader
         if link is not None:
             fds["--link"] = link
         worker_ends: list[socket.socket] = []
@@ -94,8 +104,15 @@ class LocalProcess:
         finally:
             for end in worker_ends:
                 end.close()  # else the worker's death would go unnoticed
+            if self._renewals is not None:
+                self._renewals.close_reader()
         self.exited = asyncio.ensure_future(self._process.wait())
         self.exited.add_done_callback(lambda _: ended())
+
+    def renew(self, renewal: Renewal) -> None:
+        """Send word of its server to a process that is renewable."""
+        if self._renewals is not None:
+            self._renewals.write(renewal)
 
     def kill(self, why: str) -> bool:
         """Kill the process at once; `exit_reason` includes `why`. Returns whether it ran."""
@@ -138,5 +155,7 @@ class LocalProcess:
             self._recorded = self._flight.read()
             for broker, connection in self._connections:
                 broker.close(connection)
+            if self._renewals is not None:
+                self._renewals.close()
             self._flight.close()
             os.close(self._flight_fd)

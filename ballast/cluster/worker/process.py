@@ -29,6 +29,7 @@ from ballast.cluster.worker.device_thread import (
 )
 from ballast.cluster.worker.flight_recorder import FlightRecorder
 from ballast.cluster.worker.process_names import PREPARING, SERVING, SPARE, name_process
+from ballast.cluster.worker.renewals import Renewals
 from ballast.cluster.worker.worker import Worker
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.isolation.confinement import confine_worker
@@ -137,6 +138,7 @@ def main(
     parser.add_argument("--flight", type=int, required=True, help="descriptor of flight memory")
     parser.add_argument("--segments", type=int, help="descriptor of the socket of shared weights")
     parser.add_argument("--kv", type=int, help="descriptor of the socket of the KV store")
+    parser.add_argument("--renewals", type=int, help="descriptor to read of further servers from")
     parser.add_argument("--spare", action="store_true", help="prepare for a start to come")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
@@ -152,16 +154,17 @@ def main(
         _run_when_idle(warm_up)
         name_process(SPARE)
     place = arguments.dir if arguments.link is None else CurveClient(read_keys(arguments.link))
-    with WorkerSocket(place) as socket:
-        flight = FlightRecorder(arguments.flight)
-        segments = None if arguments.segments is None else SegmentClient(arguments.segments)
-        if make_device is live_device:
-            ahead = threading.Thread(target=import_ahead, name="imports", daemon=True)
-            ahead.start()
-            imported = partial(wait_for_exit, ahead)
-            make_device = partial(live_device, kv_fd=arguments.kv, imported=imported)
-        worker = Worker(socket, make_device, flight.record, MonotonicClock(), segments)
-        code = worker.run()
+    socket = WorkerSocket(place)
+    flight = FlightRecorder(arguments.flight)
+    segments = None if arguments.segments is None else SegmentClient(arguments.segments)
+    renewals = None if arguments.renewals is None else Renewals(arguments.renewals)
+    if make_device is live_device:
+        ahead = threading.Thread(target=import_ahead, name="imports", daemon=True)
+        ahead.start()
+        imported = partial(wait_for_exit, ahead)
+        make_device = partial(live_device, kv_fd=arguments.kv, imported=imported)
+    clock = MonotonicClock()
+    code = Worker(socket, make_device, flight.record, clock, segments, renewals).run()
     logging.shutdown()
     # Nothing is left to clean up; the interpreter's own exit takes seconds of a busy CPU, and an
     # abandoned thread that still loads cannot be stopped.

@@ -60,10 +60,14 @@ class SupervisedWorker(ABC):
     silence, and a silent worker is killed.
     """
 
+    end_seconds = END_SECONDS
+
     def __init__(self) -> None:
         self._watch = LivenessWatch(self.kill, lambda: self._handle.activity())
         self._connected = False
         self._closed = False
+        self.hello: HelloMsg | None = None
+        """The first message of the process."""
 
     @property
     @abstractmethod
@@ -126,7 +130,7 @@ class SupervisedWorker(ABC):
         there = self._fleet_there(replace(fleet, server=ServerSettings()))
         self.send(ConfigureMsg(there, logging.getLogger("ballast").getEffectiveLevel()))
         while True:
-            message = await self._expect()
+            message = await _expect(self)
             if isinstance(message, ReadyMsg):
                 self._watch.note_ready()
                 return message
@@ -134,16 +138,10 @@ class SupervisedWorker(ABC):
                 raise Unavailable(f"the worker cannot start: {message.reason}")
 
     async def _connect(self) -> None:
-        while not isinstance(await self._expect(), HelloMsg):
+        while not isinstance(message := await _expect(self), HelloMsg):
             pass
+        self.hello = message
         self._connected = True
-
-    async def _expect(self) -> ToServer:
-        """Return the next message while the worker starts. Raises Unavailable if it ends."""
-        message = await self.receive()
-        if message is None:
-            raise Unavailable(f"the worker ended while it started: {self.exit_reason()}")
-        return message
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; never waits. It is lost if the worker has ended."""
@@ -163,7 +161,7 @@ class SupervisedWorker(ABC):
             await asyncio.sleep(0)
         while not socket.has_message and not exited.done():
             if socket.lost:
-                await asyncio.wait({exited}, timeout=END_SECONDS)
+                await asyncio.wait({exited}, timeout=self.end_seconds)
                 if not exited.done():
                     self.kill("its connection was lost")
                     await asyncio.wait({exited})
@@ -203,3 +201,11 @@ class SupervisedWorker(ABC):
             await self._handle.close(patience, lambda: warn("%s is killed", self))
         finally:
             self._socket.close()
+
+
+async def _expect(worker: SupervisedWorker) -> ToServer:
+    """Return the next message while a worker starts. Raises Unavailable if it ends."""
+    message = await worker.receive()
+    if message is None:
+        raise Unavailable(f"the worker ended while it started: {worker.exit_reason()}")
+    return message

@@ -12,7 +12,7 @@ from ballast import __version__
 from ballast.core.capability import GpuReach
 from ballast.core.model import ModelSpec
 from ballast.core.report import DeviceReport
-from ballast.core.settings import FleetSettings
+from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.message import WorkerMessage
 
 # -- to the worker ------------------------------------------------------------------------------
@@ -43,6 +43,8 @@ class HelloMsg(WorkerMessage, frozen=True):
     """The process is up and waits for `ConfigureMsg`."""
 
     pid: int
+    fleet: FleetSettings | None = None
+    """Settings of the device that it serves since before this server; None: it has none."""
     version: str = __version__
 
 
@@ -55,6 +57,10 @@ class ReadyMsg(WorkerMessage, frozen=True):
     pages: str = ""
     """Address at which other workers get descriptors of its memory; empty: it lends none."""
     reach: GpuReach | None = None
+    kept: tuple[ModelSettings, ...] = ()
+    """Models that it serves since before this server."""
+    epoch: int = 0
+    """Last epoch in which it knew another device."""
 
 
 class NotReadyMsg(WorkerMessage, frozen=True):

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from ballast.cluster.hosts.agent_process import Server
 from ballast.cluster.hosts.host_choice import DeviceNeed, HostInfo, HostRoom, choose_host
+from ballast.cluster.hosts.server_inbox import Server
 from ballast.isolation.environment import child_environment
 
 PATIENT = """
@@ -31,6 +31,7 @@ class Agents:
         self._gone = set[str]()
         self.devices: dict[str, str] = {}
         self.agents: dict[str, asyncio.subprocess.Process] = {}
+        self._keys: dict[str, str] = {}
 
     async def start(self) -> None:
         pass
@@ -55,7 +56,15 @@ class Agents:
         self.devices[device] = node
         return node
 
-    async def open(self, node: str, worker_command: Sequence[str]) -> tuple[str, str]:
+    async def kept(self) -> tuple[list[str], dict[str, str]]:
+        nodes = [node for node, a in self.agents.items() if a.returncode is None]
+        return nodes, dict(self.devices)
+
+    async def open(
+        self, node: str, worker_command: Sequence[str], *, anew: bool
+    ) -> tuple[str, str]:
+        if node in self.agents and self.agents[node].returncode is None and not anew:
+            return self._keys[node], "127.0.0.1"
         agent = self.agents[node] = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PATIENT),
             *("--parent", str(os.getpid()), "--worker", *worker_command),
@@ -64,7 +73,8 @@ class Agents:
             env=child_environment(),
         )
         assert agent.stdout is not None
-        return (await agent.stdout.readline()).decode().strip(), "127.0.0.1"
+        key = self._keys[node] = (await agent.stdout.readline()).decode().strip()
+        return key, "127.0.0.1"
 
     async def connect(self, node: str, address: str, key: str) -> None:
         stdin = self.agents[node].stdin

@@ -8,9 +8,9 @@ import sys
 
 import msgspec
 
-from ballast.cluster.hosts.agent_process import Server
 from ballast.cluster.hosts.host_choice import HostInfo
 from ballast.cluster.hosts.relay_process import RelayStarted
+from ballast.cluster.hosts.server_inbox import Server
 from ballast.core.errors import Unavailable
 from ballast.isolation.environment import child_environment
 

@@ -80,7 +80,8 @@ async def server(hosts: RelayProvider, app: App, port: int = 0) -> AsyncIterator
     answering = HttpServer(config)
     running = asyncio.ensure_future(answering.serve(sockets=[]))
     await answering.up.wait()
-    relays = HttpRelays(hosts, port, answering.accept)
+    relays = HttpRelays(hosts, port)
+    relays.answer(answering.accept)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from ballast.cluster.hosts.ray_cluster import RayCluster
 from tests.cluster.fake_device import PAUSE
 from tests.cluster.hosts.test_hosted_workers import hosted
 from tests.cluster.hosts.test_http_relays import App, answered, assert_away, server
+from tests.cluster.hosts.test_kept_workers import pids
 from tests.cluster.test_devices import asked, until
 from tests.cluster.worker.test_worker import DEADLINE, all_of, tokens
 
@@ -33,6 +35,8 @@ pytestmark = [
 ]
 
 NODES = 3
+TOKEN = secrets.token_hex(32)
+"""Of all clusters: Ray reads it once."""
 NAMES = {f"host{i}" for i in range(NODES)}
 
 
@@ -40,7 +44,7 @@ NAMES = {f"host{i}" for i in range(NODES)}
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, value in (
         ("RAY_AUTH_MODE", "token"),
-        ("RAY_AUTH_TOKEN", secrets.token_hex(32)),
+        ("RAY_AUTH_TOKEN", TOKEN),
         ("RAY_USAGE_STATS_ENABLED", "0"),
         ("RAY_enable_metrics_collection", "0"),
     ):
@@ -83,13 +87,17 @@ def test_streams_of_a_node_that_is_killed_go_on(cluster: Any) -> None:
 
 
 SERVING = """
-import asyncio, sys
+import asyncio, json, sys
+from ballast.cluster.hosts import hosted_workers
 from ballast.cluster.hosts.ray_cluster import RayCluster
 from tests.cluster.hosts.test_hosted_workers import hosted
+from tests.cluster.hosts.test_kept_workers import pids
+
+hosted_workers.KEEP_SECONDS = 3600.0
 
 async def serve():
-    async with hosted(RayCluster(sys.argv[1])):
-        print("serves", flush=True)
+    async with hosted(RayCluster(sys.argv[1])) as (controller, _):
+        print(json.dumps(pids(controller)), flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(serve())
@@ -97,7 +105,7 @@ asyncio.run(serve())
 
 
 def test_a_server_that_is_killed_is_followed_by_another(cluster: Any) -> None:
-    """The first one leaves nothing in the cluster that the next one needs."""
+    """The next one finds the workers, on their hosts, and ends everything when it stops."""
     root = str(Path(__file__).parents[3])
     with subprocess.Popen(
         (sys.executable, "-c", SERVING, cluster.address),
@@ -107,15 +115,19 @@ def test_a_server_that_is_killed_is_followed_by_another(cluster: Any) -> None:
     ) as first:
         try:
             assert first.stdout is not None
-            assert first.stdout.readline() == "serves\n"
+            before = json.loads(first.stdout.readline())
         finally:
             first.kill()
 
     async def scenario() -> None:
         async with hosted(RayCluster(cluster.address)) as (controller, workers):
             assert {workers.host_of(device) for device in ("cpu:0", "cpu:1")} < NAMES
+            assert pids(controller) == before
             for model in ("a", "b"):
                 await all_of(controller.router.submit([asked(model, model)]))
+        for pid in before.values():
+            while Path(f"/proc/{pid}").exists():
+                await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
 

@@ -188,7 +188,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 
 
 def test_a_relay_is_replaced_although_it_has_gone(ray: FakeRay) -> None:
-    relays = importlib.import_module("ballast.cluster.hosts.ray_relays").RayRelays()
+    relays = importlib.import_module("ballast.cluster.hosts.ray_relays").RayRelays("fleet")
     ray.started = RelayStarted(8080, "of another version")
     assert relays.open("x", "127.0.0.1", 8080, False) == "of another version"
     ray.started = RelayStarted(error="the port is taken")

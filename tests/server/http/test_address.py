@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from ballast.cli import app
 from ballast.cluster import logs
+from ballast.cluster.hosts.hosted_workers import fleet_id
 from ballast.core.errors import ConfigError
 from ballast.core.settings import KeySettings, ServerSettings
 from ballast.server import serve
@@ -98,7 +99,9 @@ def test_hosts_answer_for_a_ray_cluster_alone(
     assert isinstance(ended.exception, ConfigError)
     assert "hosts.http" in str(ended.exception)
     CliRunner().invoke(app, [*command, "--ray", "10.0.0.1:6379"])
-    assert clusters == [serve.RayHosts("10.0.0.1:6379", 8080)]
+    (ray,) = clusters
+    assert isinstance(ray, serve.RayHosts)
+    assert (ray.address, ray.http, ray.fleet) == ("10.0.0.1:6379", 8080, fleet_id(fleet_file))
 
 
 def test_keys_stay_wanted_where_hosts_answer_until_a_restart(
