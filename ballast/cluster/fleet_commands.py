@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import inf
 
 from ballast.cluster.device import RemoteDevice
 from ballast.cluster.device_set import DeviceSet
@@ -22,7 +23,7 @@ from ballast.control.order_events import ActionDone
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import RequestRouter
 from ballast.core.errors import ConfigError, Unavailable
-from ballast.core.fleet import Need
+from ballast.core.fleet import Need, Room
 from ballast.core.fleet_orders import LendPages, RecallPages
 from ballast.core.fleet_state import CommandOutcome
 from ballast.core.model import ModelSpec
@@ -118,6 +119,13 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         task = asyncio.ensure_future(choose())
         self._choosing.add(task)
         task.add_done_callback(self._choosing.discard)
+
+    def rooms(self) -> list[Room]:
+        return [replace(room, host=self._set[room.device].host) for room in super().rooms()]
+
+    def network(self) -> float:
+        hosts = self._set.fleet.hosts
+        return inf if hosts is None or hosts.network is None else hosts.network
 
     def needs(self) -> list[Need]:
         fleet = self._set.fleet

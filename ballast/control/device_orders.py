@@ -96,6 +96,9 @@ class DeviceOrders(OrderDriver[D], DeviceObserver[D], Generic[D, S]):
     def rooms(self) -> Sequence[Room]:
         return [Room(d.name, d.fleet.device.budget_bytes) for d in self._devices.values()]
 
+    def network(self) -> float:
+        return inf
+
     def leases(self) -> Sequence[LeaseView]:
         return self._lent.standing
 

@@ -14,7 +14,10 @@ class FleetBook(Protocol):
     """What fleet policies see that is not in the devices' records."""
 
     def rooms(self) -> Sequence[Room]:
-        """Return the devices with their budgets."""
+        """Return the devices with their budgets and hosts."""
+
+    def network(self) -> float:
+        """Return the bytes per second at which a host receives weights."""
 
     def needs(self) -> Sequence[Need]:
         """Return the memory that models need of a device."""
@@ -31,7 +34,6 @@ class FleetViews:
 
     def __init__(self, fleet: Fleet, book: FleetBook) -> None:
         self._fleet, self._book = fleet, book
-        self._rooms = tuple(book.rooms())
         self._seen: dict[str, dict[str, ModelReport]] = {}
         """By device and model, its report in the last view."""
         self._copied: dict[str, float] = {}
@@ -45,7 +47,7 @@ class FleetViews:
         reports = {name: device.last_report() for name, device in self._fleet.able.items()}
         placements = self._fleet.placements()
         loads = []
-        for room in self._rooms:
+        for room in self._book.rooms():
             report = reports.get(room.device)
             if report is None:
                 continue
@@ -65,7 +67,8 @@ class FleetViews:
             )
         book = self._book
         leases, pairs = tuple(book.leases()), tuple(book.pairs())
-        return FleetView(now, tuple(loads), tuple(book.needs()), leases, pairs)
+        needs = tuple(book.needs())
+        return FleetView(now, tuple(loads), needs, leases, pairs, book.network())
 
     def _hosting(
         self,

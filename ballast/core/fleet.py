@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from ballast.core.cost import Traffic
@@ -54,6 +55,8 @@ class Room:
     bytes: int
     kind: str = ""
     """Kind of device; devices of one kind are equally fast."""
+    host: str = ""
+    """Name of its host, in whose memory its models' weights are: for all devices there."""
 
 
 _NO_TRAFFIC = Traffic()
@@ -167,6 +170,16 @@ class FleetView:
     pairs: tuple[tuple[str, str], ...] = ()
     """(lender, borrower) of all devices that can lend to each other now, without those between
     which an operator has lent or recalled, and not released them since."""
+    network: float = inf
+    """Bytes per second at which a host receives weights that it does not have."""
+
+    def seconds_to_host(self, need: Need, device: DeviceLoad) -> float:
+        """Return how long a model's weights take to the host of `device`; 0 where they are there,
+        as one of its devices serves the model."""
+        there = (d for d in self.devices if d.room.host == device.room.host)
+        if self.network == inf or any(d.serves(need.model) for d in there):
+            return 0.0
+        return need.weights / self.network
 
 
 PlacementAction = Place | Withdraw

@@ -276,8 +276,8 @@ class HostsSettings:
     devices: int = 1
     """Simulated devices on each host."""
     network: float | None = None
-    """Bytes per second at which a simulated host receives weights that it does not have; None: at
-    once."""
+    """Bytes per second at which a host receives weights that it does not have, for fleet policies
+    and in simulations; None: at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from ballast.cluster.placing import need_of, placed_by_role
 from ballast.core.cost import StepCosts, Traffic
@@ -208,10 +209,10 @@ class Cluster:
             )
         placed = {name: (d, sites[name].place) for name, d in self.devices.items()}
         self._on_output = on_output
-        moving = moving or policy.moves or prefilling
+        moving, orders = moving or policy.moves or prefilling, _orders(files, sites, homes)
         self.controller = SimController(
             self.devices,
-            FleetStart(homes, needs, rooms, policy, _orders(files, sites, homes), _ready(sites)),
+            FleetStart(homes, needs, rooms, policy, orders, _ready(sites), _network(files)),
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,
@@ -271,8 +272,10 @@ def _rooms_and_needs(
     # Not by name: measured profiles may have the same name and not be equally fast.
     kinds = list({id(site.kind): site.kind for site in sites.values()}.values())
     numbers = {id(kind): str(i) for i, kind in enumerate(kinds)}
+    hosts = dict.fromkeys(id(site.place.host) for site in sites.values())
+    named = {host: str(i) for i, host in enumerate(hosts)}
     rooms = [
-        Room(name, site.settings.budget_bytes, numbers[id(site.kind)])
+        Room(name, site.settings.budget_bytes, numbers[id(site.kind)], named[id(site.place.host)])
         for name, site in sites.items()
     ]
     by_number = {numbers[id(kind)]: kind for kind in kinds}
@@ -313,6 +316,11 @@ def _orders(
     """Return the operators' orders of a file. Raises ConfigError."""
     pages = {name: site.settings.page_bytes for name, site in sites.items()}
     return orders_of(files.orders, models, pages)
+
+
+def _network(files: ClusterFiles) -> float:
+    """Bytes per second at which a host receives weights."""
+    return inf if files.joints.network is None else files.joints.network
 
 
 def _ready(sites: Mapping[str, _Site]) -> ReadyAt:

@@ -55,10 +55,12 @@ class FleetStart:
     needs: Sequence[Need] = ()
     """Memory that models need of a device."""
     rooms: Sequence[Room] = ()
-    """Budgets of the devices."""
+    """Budgets of the devices, and their hosts."""
     policy: FleetPolicy = field(default_factory=FixedPlacement)
     orders: Sequence[TimedOrder] = ()
     ready_at: ReadyAt = lambda at, device, spec: at
+    network: float = math.inf
+    """As of `FleetView`."""
 
 
 class SimController(OrderDriver[SimFleetDevice]):
@@ -246,6 +248,9 @@ class SimController(OrderDriver[SimFleetDevice]):
 
     def rooms(self) -> Sequence[Room]:
         return self._start.rooms
+
+    def network(self) -> float:
+        return self._start.network
 
     def needs(self) -> Sequence[Need]:
         return self._start.needs

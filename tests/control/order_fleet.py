@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from ballast.control.order_driver import OrderDriver
 from ballast.control.order_events import ActionDone, DoStep, OrdersEvent, OrdersInstruction
@@ -146,6 +147,9 @@ class OrderFleet(OrderDriver[OrderDevice]):
 
     def rooms(self) -> Sequence[Room]:
         return [Room(name, 1) for name in self.fleet]
+
+    def network(self) -> float:
+        return inf
 
     def needs(self) -> Sequence[Need]:
         return self.needed

@@ -65,7 +65,8 @@ class ByPrice(FleetPolicy):
     Devices that borrow do not lend. A model moves, as under `kvpr` weights first, where the harm
     that its pages avoid on its device, for others and for requests for it that arrive while it is
     absent, exceeds by `MARGIN` what as many pages cost on the other one. It is not moved again for
-    `settling` seconds.
+    `settling` seconds. To another host its weights come over the network first: what a move avoids
+    counts for the part of `settling` that is left then.
     """
 
     every: float = 1.0
@@ -109,7 +110,7 @@ class ByPrice(FleetPolicy):
         moved: list[FleetAction] = [*ends]
         tried = {m: at for m, at in before.tried.items() if view.now < at + self.settling}
         if not leaving and not moved:
-            move = _best_move(view, homes, curves, tried)
+            move = _best_move(view, homes, curves, tried, self.settling)
             if move is not None:
                 place, source = move
                 moved = [place]
@@ -234,10 +235,12 @@ def _best_move(
     homes: Mapping[str, ModelHomes],
     curves: Mapping[str, PriceCurve],
     tried: Mapping[str, float],
+    settling: float,
 ) -> tuple[Place, str] | None:
     """Return the move of a model that avoids most harm beyond what it costs, and the device that it
     leaves: the one where a page is worth most of those that a model can leave; None: none is worth
-    it."""
+    it. While its weights come to another host it avoids none of what it would in `settling`
+    seconds."""
     found: list[tuple[float, str, str, str, float, float]] = []
     needs = {need.model: need for need in view.needs}
     crowded = [d for d in view.devices if _is_crowded(curves.get(d.name))]
@@ -250,11 +253,13 @@ def _best_move(
             need = needs.get(h.model)
             if need is None or not h.open_requests or not h.homed or h.model in tried:
                 continue
-            gain = curve.stranded.get(h.model, 0.0) + curve.relief(_held(device, h))
-            if gain >= LEAST_GAIN and list(homes[h.model].at) == [device.name]:
+            most = curve.stranded.get(h.model, 0.0) + curve.relief(_held(device, h))
+            if most >= LEAST_GAIN and list(homes[h.model].at) == [device.name]:
                 for target in targets:
                     cost = target.cost_of(need, h, device)
-                    if gain > MARGIN * cost:
+                    coming = view.seconds_to_host(need, target.device)
+                    gain = most * max(0.0, 1.0 - coming / settling)
+                    if gain >= LEAST_GAIN and gain > MARGIN * cost:
                         to = target.device.name
                         found.append((cost - gain, h.model, to, device.name, gain, cost))
         if found:

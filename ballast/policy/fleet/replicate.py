@@ -43,8 +43,9 @@ class ReplicateUnderLoad(FleetPolicy):
 
     A device is behind if requests are late on it. The model with the most late requests there gets
     one more device: of the devices that are not behind, have at most half as many open requests,
-    and room beside the weights in use there, the one with the fewest open requests. Requests that
-    wait stay where they are, so a model gets no further device for `settling` seconds.
+    and room beside the weights in use there, the one whose host has the weights first, and of these
+    the one with the fewest open requests. Requests that wait stay where they are, so a model gets
+    no further device for `settling` seconds.
 
     A model leaves one of its devices after `patience` seconds in which its work would have filled
     each of the others for at most `low`: the one without its weights, else the busiest, else the
@@ -120,7 +121,11 @@ def _relief(
             and 2 * d.open_requests <= device.open_requests
         ]
         if helpers:
-            chosen = min(helpers, key=lambda d: (d.open_requests, d.work, len(d.hosting)))
+            seconds = {d.name: view.seconds_to_host(needs[h.model], d) for d in helpers}
+            chosen = min(
+                helpers,
+                key=lambda d: (seconds[d.name], d.open_requests, d.work, len(d.hosting)),
+            )
             return Place(h.model, chosen.name, f"{h.late} requests are late on {device.name}")
     return None
 

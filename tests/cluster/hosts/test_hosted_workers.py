@@ -62,6 +62,8 @@ def test_streams_of_a_host_that_dies_go_on_elsewhere() -> None:
             at = {d: workers.connection_of(d) for d in ("cpu:0", "cpu:1")}
             assert {d: str(h) for d, h in at.items()} == {"cpu:0": "host-x", "cpu:1": "host-y"}
             assert [h.is_servers for h in at.values() if h is not None] == [False, False]
+            rooms = {room.device: room.host for room in controller.commands.rooms()}
+            assert rooms == {"cpu:0": "host-x", "cpu:1": "host-y"}
             plain = await all_of(controller.router.submit([asked("1", "ab")]))
             # Both are on the host that dies; another serves `ab` as well, and none `a`.
             streams = [controller.router.submit([asked(m, m, PAUSE, 4)]) for m in ("ab", "a")]

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
+from typing import Any
 
 import pytest
 
@@ -150,6 +152,35 @@ def test_a_model_moves_where_its_pages_cost_less_than_they_avoid() -> None:
     assert (leave.model, leave.device) == ("y", "a")
     back = view(device("a", IDLE), device("b", crowded, hosted("y")), now=5.0)
     assert policy(replace(back, pairs=()), decision.memo).actions == (), "not again so soon"
+
+
+def test_what_a_move_to_another_host_avoids_counts_once_its_weights_are_there() -> None:
+    crowded = PriceCurve(100, ((0, 1e-1),))
+    hosts = {"a": "1", "b": "1", "c": "2"}
+    full = PriceCurve(0, ((15, 0.0),))
+
+    def moves(b: PriceCurve, seconds: float, *there: Hosting) -> tuple[str, str] | None:
+        seen = view(
+            device("a", crowded, hosted("y", kv_pages=60)),
+            device("b", b),
+            device("c", IDLE, *there),
+        )
+        devices = [replace(d, room=replace(d.room, host=hosts[d.name])) for d in seen.devices]
+        network = 10 * PAGE / seconds if seconds else inf
+        actions = ByPrice()(
+            replace(seen, pairs=(), devices=tuple(devices), network=network), None
+        ).actions
+        return next(((a.device, a.why) for a in actions if isinstance(a, Place)), None)
+
+    def place(*asked: Any) -> str:
+        found = moves(*asked)
+        assert found is not None
+        return ": ".join(found).partition(" expected")[0]
+
+    assert place(IDLE, 30.0) == "b: avoids 7"
+    assert place(full, 0.0) == "c: avoids 7"
+    assert place(full, 30.0) == "c: avoids 3.5", "half of a minute is left"
+    assert moves(full, 60.0) is None
 
 
 def test_an_absent_model_moves_to_free_pages_for_requests_to_come() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,16 @@ def said(actions: tuple[FleetAction, ...]) -> list[tuple[str, str, str]]:
 def test_a_device_that_is_behind_gets_help_from_the_least_busy() -> None:
     seen = view(0, {"x": {"a": (0.6, 9, 1), "b": (0.3, 9, 4)}, "y": {"c": (0.3, 5, 0)}, "z": {}})
     assert said(ReplicateUnderLoad()(seen, None).actions) == [("Place", "b", "z")]
+
+
+def test_help_comes_from_a_device_whose_host_has_the_weights_first() -> None:
+    seen = view(0, {"x": {"a": (0.9, 9, 1)}, "y": {"b": (0.3, 4, 0)}, "z": {}})
+    hosts = {"x": "1", "y": "1", "z": "2"}
+    devices = [replace(d, room=replace(d.room, host=hosts[d.name])) for d in seen.devices]
+    apart = replace(seen, devices=tuple(devices))
+    assert said(ReplicateUnderLoad()(apart, None).actions) == [("Place", "a", "z")]
+    joined = replace(apart, network=1e9)
+    assert said(ReplicateUnderLoad()(joined, None).actions) == [("Place", "a", "y")]
 
 
 def test_a_busy_device_on_time_is_left_alone() -> None:
