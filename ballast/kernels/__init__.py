@@ -11,6 +11,7 @@ Packages from `weights` up may import it; `weights`, `models`, `engine` and `clu
 - `binding_code`: Compiled part of `team.bind`: pins a thread to one CPU.
 - `choice_file`: The cache file of the choices between linear kernels.
 - `choices`: Number of rows from which oneDNN multiplies a matrix: measured once per machine.
+- `compile_beside`: A process that compiles kernels beside a worker's, at the first start.
 - `compiled`: Compiles kernels, and keeps them on disk where that can be written.
 - `contest`: Time our linear kernel against oneDNN's on one matrix.
 - `experts`: A mixture's router and experts: tables of the kernels in `experts_code`.

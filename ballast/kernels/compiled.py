@@ -30,21 +30,31 @@ _TRIAL_BYTES = 1 << 16
 """Bytes written for a moment to see whether there is room: less than one kernel takes."""
 _MARK = "ballast-kernels.sha256"
 """File beside the machine code, with the digest of the sources that it was compiled from."""
+_found_empty = False
+"""Whether `cache_directory` found no code of these sources."""
 
 
 @functools.cache
 def cache_directory() -> Path | None:
     """Directory of compiled kernels: in `NUMBA_CACHE_DIR`, else beside the source, else in the
     user's cache directory; the first that can be written. None: there is none."""
+    global _found_empty
     try:
         path = Path(njit(cache=True)(_trial).stats.cache_path)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(os.urandom(_TRIAL_BYTES))
         if not keep_only(path, digest_of(Path(__file__).parent.glob("*.py"))):
+            _found_empty = True
             log.info("kernels are compiled for this machine: minutes, once; kept in %s", path)
     except (OSError, RuntimeError):  # Numba's, for a function that it finds no place for
         return None
     return path
+
+
+@functools.cache
+def was_empty() -> bool:
+    """Whether nothing that these sources compile to was kept when this process first looked."""
+    return cache_directory() is not None and _found_empty
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from ballast.bench.doctor_finding import Verdict
 from ballast.kernels import choice_file
 from ballast.kernels import compiled as kernels_compiled
 from ballast.kernels.choice_file import ChoiceFile, KernelChoice
+from ballast.kernels.compile_beside import KERNELS
 from ballast.kernels.compiled import digest_of, keep_only
 
 COMPILES = """
@@ -150,3 +151,41 @@ def test_a_kernel_is_compiled_by_one_process_at_a_time(
     assert kernels_compiled.compiled("void(int64)", test_code_of_other_sources_is_removed) == "code"
     assert seen == [True]
     assert not held()
+
+
+BESIDE = """
+from pathlib import Path
+from ballast.kernels import compile_beside
+from ballast.kernels.compiled import cache_directory
+
+began = compile_beside.begin(["write_float32"])
+code = [child.wait(200) for child in compile_beside._begun]
+print(began, code, len(list(cache_directory().glob("*write_float32*.nbc"))))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core alone")
+def test_a_process_compiles_beside_the_first_that_finds_nothing_kept(tmp_path: Path) -> None:
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    command = (sys.executable, "-c", BESIDE)
+    for printed in ("True [0] 1", "False [] 1"):
+        out = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+        assert (out.stdout.strip(), out.stderr) == (printed, "")
+
+
+def test_it_ends_with_the_process_that_began_it(tmp_path: Path) -> None:
+    """Its standard input is closed then."""
+    command = (sys.executable, "-m", "ballast.kernels.compile_beside", *KERNELS)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(240) == 1

@@ -103,6 +103,9 @@ def live_device(
 def import_ahead() -> None:
     """Import what `live_device` needs, while the process waits to be configured. Nothing of it
     becomes garbage: collections would take a tenth of the time."""
+    from ballast.kernels import compile_beside
+
+    compile_beside.begin()
     gc.disable()
     try:
         import ballast.cluster.machine_choice
