@@ -8,7 +8,7 @@ bisection. Below it no way of finding memory can gain anything.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -228,17 +228,22 @@ def ratio(runs: Runs, points: Sequence[Case], name: str, metric: str) -> float |
     return float(np.exp(np.mean([np.mean(each) for each in logs.values()]))) if logs else None
 
 
-def curves(runs: Runs, multiples: Sequence[float]) -> dict[str, Any]:
+def curves(
+    runs: Runs, multiples: Sequence[float], never_short: Collection[tuple[str, str]] = ()
+) -> dict[str, Any]:
     """By group: for each comparison and metric the mean ratio at each of `multiples`; the same by
-    setting, with the rates."""
+    setting, with the rates. `never_short`: groups and settings that have no knee; these are in no
+    mean, unless the group has no others."""
     points = list(dict.fromkeys(on_side(case, ("recompute", "pool", 1)) for case in runs))
     result: dict[str, Any] = {}
     for group in dict.fromkeys(p.group for p in points):
         own = [p for p in points if p.group == group]
+        short = [p for p in own if (group, p.setting) not in never_short]
         result[group] = {
             "multiples": list(multiples),
             "paper": dict(GROUPS[group].paper),
-            "over": _over(runs, own, multiples),
+            "over": _over(runs, short or own, multiples),
+            "never_short": [s for g, s in never_short if g == group],
             "settings": {
                 setting: _of_setting(runs, [p for p in own if p.setting == setting], multiples)
                 for setting in dict.fromkeys(p.setting for p in own)

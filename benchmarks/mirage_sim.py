@@ -93,7 +93,8 @@ def table_of(found: dict[str, Any]) -> Table:
             )
             stated = curve["paper"].get(metric)
             paper = "" if stated is None else f"{stated:.2f}"
-            table.add_row(metric, GROUPS[group].title, paper, *cells)
+            without = "".join(f", without {s}" for s in curve["never_short"])
+            table.add_row(metric, GROUPS[group].title + without, paper, *cells)
         table.add_section()
     return table
 
@@ -121,8 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         seeded = [replace(point, seed=seed) for point in points for seed in range(args.seeds)]
         cases = [case for point in seeded for case in curve_cases(point, full=args.full)]
         runs = kept.each(pool, functools.partial(measure, traces=args.traces), cases)
+    never_short = [(case.group, case.setting) for case, rate in knees.items() if rate is None]
     result = {
-        "curves": curves(runs, multiples),
+        "curves": curves(runs, multiples, never_short),
         "knees": {f"{case.group} {case.setting}": rate for case, rate in knees.items()},
     }
     finish(args, "mirage_sim", result, table_of(result["curves"]))

@@ -254,6 +254,15 @@ def test_settings_weigh_alike_whatever_the_number_of_their_runs() -> None:
     assert ratio({}, points, "layers", "p99_ttft") is None
 
 
+def test_a_setting_that_is_never_short_is_in_no_mean() -> None:
+    runs = invented(cases_at(MULTIPLES, ("temporal_c1",)), gain)
+    found = curves(runs, MULTIPLES, [("temporal_c1", "Alpaca")])["temporal_c1"]
+    assert found["over"]["layers"]["throughput"] == [pytest.approx(2.0)] * 3
+    assert found["settings"]["Alpaca"]["over"]["layers"]["throughput"] == [pytest.approx(8.0)] * 3
+    assert found["never_short"] == ["Alpaca"]
+    assert "without Alpaca" in str(table_of({"temporal_c1": found}).columns[1]._cells)
+
+
 def test_a_curve_has_a_figure_for_each_rate_and_no_mean_of_them() -> None:
     cases = cases_at(MULTIPLES, ("alone",))
     runs = invented(cases, lambda c: c.multiple if c.row == "mirage" else 1.0)
