@@ -134,10 +134,6 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
     def objection(self, lender: str, borrower: str) -> str | None:
         return self._objection(lender, borrower)
 
-    def own_pages(self, device: str) -> int:
-        report = self._devices[device].report
-        return 0 if report is None else report.total
-
     # -- instructions -----------------------------------------------------------------------------
 
     def _handle(self, event: LeaseEvent) -> None:

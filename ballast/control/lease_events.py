@@ -174,6 +174,3 @@ class LendingDevices(Protocol):
 
     def objection(self, lender: str, borrower: str) -> str | None:
         """Return why a device can never lend to another; None if it can."""
-
-    def own_pages(self, device: str) -> int:
-        """Return the pages of a device's pool."""

@@ -193,7 +193,8 @@ class Leases:
             refused = f"an operator has ordered what {lender} lends to {command.to}"
         if isinstance(command, Lend):
             refused = self._devices.objection(lender, command.to) or refused
-            refused = refused or self._shortage(lender, command)
+            if refused is None and not self.can_lend(lender, command.to):
+                refused = f"{lender} and {command.to} do not know each other yet"
         if refused is None and order.by_operator:
             self._operators.add((lender, command.to))
         if refused is not None:
@@ -205,18 +206,6 @@ class Leases:
         else:
             down = CommandOutcome("unavailable", f"no worker of {lender} serves")
             self._out.append(OrderEnded(order.number, down))
-
-    def _shortage(self, lender: str, command: Lend) -> str | None:
-        """Return why two devices that can lend to each other do not do so now."""
-        borrower = command.to
-        if not self.can_lend(lender, borrower):
-            return f"{lender} and {borrower} do not know each other yet"
-        pending = (o.command for o in self._orders.values())
-        pages = sum(c.pages for c in pending if isinstance(c, Lend) and c.to == borrower)
-        pages += sum(v.pages for v in self.standing if v.borrower == borrower) + command.pages
-        if pages > self._devices.own_pages(borrower):
-            return f"{borrower} would have borrowed more than it has itself"
-        return None
 
     # -- messages of workers ----------------------------------------------------------------------
 

@@ -124,9 +124,6 @@ class SimLeases:
         known = lender in self._devices and borrower in self._devices
         return None if known else f"there is no lending from {lender!r} to {borrower!r}"
 
-    def own_pages(self, device: str) -> int:
-        return self._devices[device].state.pool.total
-
     # -- messages ---------------------------------------------------------------------------------
 
     def _connect(self, name: str) -> None:

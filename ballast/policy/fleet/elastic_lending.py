@@ -125,7 +125,7 @@ class ElasticLending(FleetPolicy):
         found = []
         for name in names[:1] if self.published else names:
             book = books[name]
-            wanted = book.may_borrow if self.published else book.wants
+            wanted = sum(spare.values()) if self.published else book.wants
             for lender in sorted(spare, key=lambda n: (-spare[n], n)):
                 pages = min(wanted, spare[lender])
                 if pages > 0 and (lender, name) in view.pairs:
@@ -162,11 +162,6 @@ class _Book:
         self.lack = self._lack()
         """Pages that waiting requests need beyond those that they could have."""
 
-    @property
-    def may_borrow(self) -> int:
-        """Bound of further borrowed pages: no device borrows more than it has itself."""
-        return max(0, self._device.total - self.borrowed)
-
     @cached_property
     def wants(self) -> int:
         """Pages to borrow: those lacking, and as many as prefixes have lost. Only KV whose blocks
@@ -177,7 +172,7 @@ class _Book:
             for h, n in self._served
         )
         ahead = self._one_more() if self.missed else 0  # else the next one misses some again
-        return min(self.lack + self.missed + ahead, self.may_borrow) if any(usable) else 0
+        return self.lack + self.missed + ahead if any(usable) else 0
 
     @property
     def reason(self) -> str:
