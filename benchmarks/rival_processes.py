@@ -15,6 +15,7 @@ import httpx
 
 from ballast.bench.server_process import children_of
 from ballast.core.errors import Unavailable
+from benchmarks.turns import users_environment
 
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
@@ -41,7 +42,7 @@ def server(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **(environment or {})},
+            env={**users_environment(), **(environment or {})},
             start_new_session=True,
         )
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.turns import Broken, Contestant, Step, contest, measured
+from benchmarks.turns import WAIT_POLICY, Broken, Contestant, Step, contest, measured
 
 CHILD = """
 import signal, sys, time
@@ -47,6 +50,20 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "fake_child.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path / "log"
+
+
+def test_other_engines_do_not_inherit_what_ballast_sets_for_itself() -> None:
+    asked = (
+        "import ballast\nfrom benchmarks.turns import users_environment as of, WAIT_POLICY as name\n"
+        "import os\nprint(os.environ[name], of().get(name))"
+    )
+    plain = {k: v for k, v in os.environ.items() if k != WAIT_POLICY}
+    plain["PYTHONPATH"] = str(Path(__file__).parents[2])
+    for given, printed in (({}, "passive None"), ({WAIT_POLICY: "active"}, "active active")):
+        command = (sys.executable, "-c", asked)
+        assert (
+            subprocess.check_output(command, env={**plain, **given}, text=True).strip() == printed
+        )
 
 
 def process_state(c: Contestant) -> str:
