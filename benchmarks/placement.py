@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -79,8 +79,8 @@ def _placed(claims: list[ModelDemand], n: int, rng: np.random.Generator, seed: i
     """Every other problem's models are where the greedy put them for other rates."""
     devices = [PlacementDevice(f"d{i}", MEMORY) for i in range(n)]
     if seed % 2:
-        before = greedy([replace(c, demand=demand(rng, seed)) for c in claims], devices)
-        claims = [replace(c, devices=before[c.name]) for c in claims]
+        before = greedy([c._replace(demand=demand(rng, seed)) for c in claims], devices)
+        claims = [c._replace(devices=before[c.name]) for c in claims]
     return Problem(claims, devices)
 
 

@@ -54,8 +54,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_other_engines_do_not_inherit_what_ballast_sets_for_itself() -> None:
     asked = (
-        "import ballast\nfrom benchmarks.turns import users_environment as of, WAIT_POLICY as name\n"
-        "import os\nprint(os.environ[name], of().get(name))"
+        "import os, ballast, benchmarks.turns as turns\n"
+        "own = os.environ[turns.WAIT_POLICY]\n"
+        "print(own, turns.users_environment().get(turns.WAIT_POLICY))"
     )
     plain = {k: v for k, v in os.environ.items() if k != WAIT_POLICY}
     plain["PYTHONPATH"] = str(Path(__file__).parents[2])

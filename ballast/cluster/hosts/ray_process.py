@@ -102,7 +102,11 @@ class RayDriver:
         with self._lock:
             for group in groups_of(self._fleet):
                 found = get_placement_group(group.name)
-                if group.node in alive and group.device not in self._groups:
+                if (
+                    group.node is not None
+                    and group.node in alive
+                    and group.device not in self._groups
+                ):
                     self._groups[group.device] = found
                     self._nodes[group.device] = group.node
                 else:
