@@ -110,7 +110,7 @@ def terms_in(directory: Path, base: Path, *, quick: bool) -> Terms:
         context=CONTEXT,
         longest=LONGEST,
         seconds=20.0 if quick else 40.0,
-        tuning_rate=2.0,
+        tuning_rate=6.0,
         tuning_seconds=12.0 if quick else 20.0,
         settings=SETTINGS,
     )
