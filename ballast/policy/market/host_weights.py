@@ -73,7 +73,7 @@ def _next_units(view: DeviceView, m: ModelView, spare: int) -> tuple[frozenset[i
     """Return the units of a model to copy next, on at most `spare` pages, and the pages of the
     first of them. The link's part that passes have not reserved bounds the copy, beyond one
     unit."""
-    most = _unreserved(view) * BATCH
+    most = view.derived(_unreserved) * BATCH
     units: list[int] = []
     pages = n_bytes = 0
     own = list(_own(m))
@@ -89,11 +89,13 @@ def _next_units(view: DeviceView, m: ModelView, spare: int) -> tuple[frozenset[i
 def _unreserved(view: DeviceView) -> float:
     """Return the bytes per second of the link that no running model needs for its TPOT level."""
     reading = (m for m in view.models if m.running and m.plan.in_place)
-    needs = {
-        m.name: link_demand(m.plan.share_away * decode_bytes(m.spec), m.spec.slo.tpot)
-        for m in reading
-    }
+    needs = {m.name: m.derived(_demand) for m in reading}
     return max(0.0, LinkBudget(view.link_bytes_per_second, needs).free)
+
+
+def _demand(m: ModelView) -> float:
+    """Return the bytes per second of the link that a running model needs for its TPOT level."""
+    return link_demand(m.plan.share_away * decode_bytes(m.spec), m.spec.slo.tpot)
 
 
 # -- back to host memory --------------------------------------------------------------------------
