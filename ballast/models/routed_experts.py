@@ -7,7 +7,7 @@ experts of each row; others are read whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,19 @@ CHOSEN = "top_k_index"
 class RoutedExperts:
     """Bytes of the experts in each layer, and of those that rows chose in the last pass."""
 
-    def __init__(self, layers: Sequence[nn.Module], segments: Sequence[Segment]) -> None:
-        """`segments`: of each layer, and any after these."""
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        segments: Sequence[Segment],
+        counts: Callable[[int], bool],
+    ) -> None:
+        """`segments`: of each layer, and any after these. `counts`: whether the present pass asks
+        for the experts of a layer."""
         self._matrices: dict[int, list[PackedTensor]] = {}
         """By layer, (experts, outputs, inputs) each."""
-        self._chosen: dict[int, Tensor] = {}
-        """By layer, (rows, experts of a row)."""
+        self._counts = counts
+        self._chosen: dict[int, int] = {}
+        """Experts that rows chose, by layer."""
         for i, (layer, segment) in enumerate(zip(layers, segments, strict=False)):
             for path, owner in layer.named_modules(prefix=layer_path(segment)):
                 if found := _matrices_of(path, owner, segment):
@@ -43,14 +50,15 @@ class RoutedExperts:
 
     def chosen_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's experts that had rows in the last pass."""
-        chosen = self._chosen.get(layer)
-        if chosen is None:
-            return 0
-        n = len(torch.unique(chosen))
-        return sum(n * (m.n_bytes // m.shape[0]) for m in self._matrices[layer])
+        n = self._chosen.get(layer, 0)
+        return sum(n * (m.n_bytes // m.shape[0]) for m in self._matrices.get(layer, ()))
 
     def _note(self, layer: int, owner: nn.Module, given: tuple[Any, ...], named: Any) -> None:
-        self._chosen[layer] = named[CHOSEN] if CHOSEN in named else given[1]
+        if self._counts(layer):
+            chosen: Tensor = (
+                named[CHOSEN] if CHOSEN in named else given[1]
+            )  # (rows, experts of one)
+            self._chosen[layer] = len(torch.unique(chosen))
 
 
 def _matrices_of(path: str, owner: nn.Module, segment: Segment) -> list[PackedTensor]:

@@ -65,7 +65,7 @@ class TransformersModel(ModelExecutor):
         for i, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._reach, i))
             layer.register_forward_hook(partial(self._leave, i))
-        self._experts = RoutedExperts(layers, host.segments[1:])
+        self._experts = RoutedExperts(layers, host.segments[1:], lambda i: i in self._stops)
         warm_up(self._kv.dtype)
 
     @torch.inference_mode()
