@@ -74,6 +74,22 @@ _HALVES = compiles_for("f16c") or compiles_for("avx512f")
 _unpacked_memory = intrinsic(on_stack(_SLICE * PANEL))
 
 
+def by_form(builder, form, names=tuple(FORMS)):
+    """Yield each kind of panel among `names`, at the place of the code for matrices whose `form` is
+    of that kind; what follows the loop comes after whichever ran."""
+    done = builder.append_basic_block("done")
+    choice = builder.switch(builder.and_(form, _int64(255)), done)
+    for number, (name, kind) in enumerate(FORMS.items()):
+        if name not in names:
+            continue
+        case = builder.append_basic_block(f"form{number}")
+        choice.add_case(_int64(number), case)
+        builder.position_at_end(case)
+        yield kind
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
 @intrinsic
 def _unpack(context, form, panel, block, out, at):
     """Dequantise block `block` of the panel at an address to float32 (BLOCK, PANEL) at element `at`
@@ -82,16 +98,9 @@ def _unpack(context, form, panel, block, out, at):
     def generate(ctx, builder, signature, arguments):
         form, panel, block, out, at = arguments
         out = builder.gep(out, [at])
-        done = builder.append_basic_block("done")
-        choice = builder.switch(builder.and_(form, _int64(255)), done)
-        for number, kind in enumerate(FORMS.values()):
-            case = builder.append_basic_block(f"form{number}")
-            choice.add_case(_int64(number), case)
-            builder.position_at_end(case)
+        for kind in by_form(builder, form):
             place = BlockPlace(builder, kind, form, panel, block)
             _unpack_form(builder, kind, place, out)
-            builder.branch(done)
-        builder.position_at_end(done)
         return ctx.get_dummy_value()
 
     i64 = types.int64
@@ -149,15 +158,8 @@ def _add_row(context, form, panel, block, blocks, inputs, sums):
 
     def generate(ctx, builder, signature, arguments):
         form, panel, block, blocks, inputs, sums = arguments
-        done = builder.append_basic_block("done")
-        choice = builder.switch(builder.and_(form, _int64(255)), done)
-        for number, kind in enumerate(FORMS.values()):
-            case = builder.append_basic_block(f"form{number}")
-            choice.add_case(_int64(number), case)
-            builder.position_at_end(case)
+        for kind in by_form(builder, form):
             _add_row_of(builder, kind, (form, panel, block), blocks, inputs, sums)
-            builder.branch(done)
-        builder.position_at_end(done)
         return ctx.get_dummy_value()
 
     i64 = types.int64

@@ -43,7 +43,7 @@ from ballast.kernels.linear_code import (
     on_stack,
     sums_memory,
 )
-from ballast.kernels.panel_forms import BLOCK, DOTS_K, FORMS, PANEL
+from ballast.kernels.panel_forms import BLOCK, DOTS_K, PANEL
 from ballast.kernels.quantised_code import BlockPlace, Codes, scales_of
 from ballast.kernels.vector_code import LANES, compiles_for, multiply_add
 
@@ -77,18 +77,9 @@ def _add_block(context, form, panel, block, blocks, rows, inputs, scales, sums):
 
     def generate(ctx, builder, signature, arguments):
         form, panel, block, blocks, rows, inputs, scales, sums = arguments
-        done = builder.append_basic_block("done")
-        choice = builder.switch(builder.and_(form, _int64(255)), done)
-        for number, (name, kind) in enumerate(FORMS.items()):
-            if name not in panel_forms.DOTS:
-                continue
-            case = builder.append_basic_block(f"form{number}")
-            choice.add_case(_int64(number), case)
-            builder.position_at_end(case)
+        for kind in quantised_code.by_form(builder, form, panel_forms.DOTS):
             place = BlockPlace(builder, kind, form, panel, block)
             _add_form(builder, kind, place, block, blocks, rows, inputs, scales, sums)
-            builder.branch(done)
-        builder.position_at_end(done)
         return ctx.get_dummy_value()
 
     i64 = types.int64

@@ -221,9 +221,9 @@ def test_orders_are_refused_that_devices_cannot_carry_out() -> None:
     world.order("a", Lend("b", 1))
     assert world.why() == "a and b do not know each other yet"
     epoch = world.meet("a", "b")
-    world.order("a", Lend("b", 60))
+    world.order("a", Lend("b", 101))  # more than it has itself
     ((command, answered),) = world.devices["a"].orders
-    assert command == Lend("b", 60)
+    assert command == Lend("b", 101)
     world.send("a", PagesLentEvent(Lease(0, epoch, "a", "b", tuple(range(60)))))
     answered(CommandOutcome())
     assert world.why() is None

@@ -33,6 +33,7 @@ In the server:
 - `ray_cluster`: The hosts of a Ray cluster, through a process of its own.
 - `ray_messages`: Messages between the server and the process that speaks to Ray.
 - `ray_process`: That process.
+- `ray_children`: A child process in a detached actor on a node, in that process.
 - `ray_relays`: The relays on the nodes of a Ray cluster, in that process.
 - `relay_connection`: The server's end of a relay.
 """

@@ -10,24 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import ray
 from ray.util.placement_group import get_placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ballast.cluster.hosts.agent_process import ABANDONED
-from ballast.cluster.hosts.server_inbox import Server
+from ballast.cluster.hosts.ray_children import ANSWER_SECONDS, ActorChild, detached
 from ballast.isolation.environment import child_environment
-
-ANSWER_SECONDS = 60.0
-"""Time for an actor to start its agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +55,10 @@ class HostActor:
         environment = child_environment()
         # Ray's, for an actor without CPUs; a worker sets its own number of threads.
         environment.pop("OMP_NUM_THREADS", None)
-        command = [sys.executable, "-m", "ballast.cluster.hosts.agent_process"]
-        command += ["--parent", str(os.getpid())]
-        if worker_command:
-            command += ["--worker", *worker_command]
-        self._agent = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        options = ["--worker", *worker_command] if worker_command else []
+        self._agent = ActorChild(
+            "ballast.cluster.hosts.agent_process", *options, environment=environment
         )
-        assert self._agent.stdout is not None
-        self._key = self._agent.stdout.readline().decode().strip()
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
@@ -84,13 +72,11 @@ class HostActor:
 
     def key(self) -> str:
         """Return the agent's public key."""
-        return self._key
+        return self._agent.started.decode().strip()
 
     def connect(self, address: str, key: str) -> None:
         """Have the agent connect to a server, once it has none."""
-        assert self._agent.stdin is not None
-        self._agent.stdin.write(msgspec.json.encode(Server(address, key)) + b"\n")
-        self._agent.stdin.flush()
+        self._agent.connect(address, key)
 
 
 class RayAgents:
@@ -109,15 +95,7 @@ class RayAgents:
         errors of Ray."""
         if anew:
             self._kill(node)
-        made = ray.remote(HostActor).options(
-            name=self._prefix + node,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
+        made = detached(HostActor, self._prefix + node, node)
         actor = made.remote(self._fleet, node, list(worker_command))
         return str(ray.get(actor.key.remote(), timeout=ANSWER_SECONDS))
 

@@ -1,8 +1,9 @@
 """Speak to Ray for a server: `python -m ballast.cluster.hosts.ray_process --ray ADDRESS ...`.
 
-Started by `RayCluster`. Only it, `ray_agents` and `ray_relays` import Ray, in a process of its own:
-Ray's threads and signals, and its habit to end a process whose cluster is gone, stay out of the
-server's. Ray gets addresses, sizes and public keys, no secret and nothing of clients.
+Started by `RayCluster`. Only it, `ray_agents`, `ray_children` and `ray_relays` import Ray, in a
+process of its own: Ray's threads and signals, and its habit to end a process whose cluster is gone,
+stay out of the server's. Ray gets addresses, sizes and public keys, no secret and nothing of
+clients.
 
 A device's resources are a placement group, which waits where no host has room: that is how Ray's
 autoscaler learns what is wanted. Agents (`ray_agents`) and groups outlive the server, by names that

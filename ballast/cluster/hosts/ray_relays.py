@@ -9,55 +9,44 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
-import sys
 import threading
 from typing import Any
 
 import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ballast.cluster.hosts.ray_children import ANSWER_SECONDS, ActorChild, detached
 from ballast.cluster.hosts.relay_process import RelayStarted
-from ballast.cluster.hosts.server_inbox import Server
 from ballast.isolation.environment import child_environment
 
 log = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 60.0
-"""Time for an actor to start its relay."""
 
 
 class RelayActor:
     """Holds a host's relay, on that host. Ray restarts it where it or the relay fails."""
 
     def __init__(self, ip: str, port: int) -> None:
-        command = [sys.executable, "-m", "ballast.cluster.hosts.relay_process"]
-        command += ["--parent", str(os.getpid()), "--host", ip, "--port", str(port)]
-        self._relay = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+        options = "--host", ip, "--port", str(port)
+        self._relay = ActorChild(
+            "ballast.cluster.hosts.relay_process", *options, environment=child_environment()
         )
-        assert self._relay.stdout is not None
-        self._started = self._relay.stdout.readline()
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
         if self._relay.wait():
             os._exit(1)
         # It has ended by itself: it cannot listen, or no server has come.
-        started = msgspec.json.decode(self._started, type=RelayStarted)
+        started = msgspec.json.decode(self._relay.started, type=RelayStarted)
         if not started.error:
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def started(self) -> bytes:
         """Return `RelayStarted`, as JSON."""
-        return self._started
+        return self._relay.started
 
     def connect(self, address: str, key: str) -> None:
         """Have the relay connect to a server."""
-        assert self._relay.stdin is not None
-        self._relay.stdin.write(msgspec.json.encode(Server(address, key)) + b"\n")
-        self._relay.stdin.flush()
+        self._relay.connect(address, key)
 
 
 class RayRelays:
@@ -74,15 +63,7 @@ class RayRelays:
         if anew:
             with contextlib.suppress(ValueError):  # it has gone by itself
                 ray.kill(ray.get_actor(name), no_restart=True)
-        made = ray.remote(RelayActor).options(
-            name=name,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
+        made = detached(RelayActor, name, node)
         actor = self._actors[node] = made.remote(ip, port)
         line = ray.get(actor.started.remote(), timeout=ANSWER_SECONDS)
         started = msgspec.json.decode(line, type=RelayStarted)

@@ -182,9 +182,12 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
         "ray.util.scheduling_strategies": scheduling,
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "ballast.cluster.hosts.ray_relays", raising=False)
+    own = [f"ballast.cluster.hosts.{name}" for name in ("ray_children", "ray_relays")]
+    for name in own:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield fake
-    sys.modules.pop("ballast.cluster.hosts.ray_relays", None)
+    for name in own:
+        sys.modules.pop(name, None)
 
 
 def test_a_relay_is_replaced_although_it_has_gone(ray: FakeRay) -> None:
