@@ -117,10 +117,10 @@ class RayDriver:
 
     def abandon(self) -> None:
         """Free what waits for a host: the server has died."""
-        for device, group in list(self._groups.items()):
-            if not group.wait(0):
-                log.warning("%s does not wait any more", device)
-                remove_placement_group(group)
+        for group in groups_of(self._fleet):  # to wait for 0 s says "no" of groups that are there
+            if group.node is None and group.device in self._groups:
+                log.warning("%s does not wait any more", group.device)
+                remove_placement_group(get_placement_group(group.name))
 
     def _reserve(self, request: ReserveHostMsg) -> str:
         device, need = request.device, request.need
