@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "bounds": {"stall": STALL, "preemptions": PREEMPTIONS, "worst_model": WORST_MODEL},
         "outcomes": {p: {s: asdict(o) for s, o in of.items()} for p, of in found.items()},
     }
-    finish(args, "bound", result, table(found))
+    finish(args, "bound", result)
 
 
 def table(found: Mapping[str, Mapping[int, Outcome]]) -> Table:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 
@@ -63,7 +63,7 @@ def finish(
     result: Mapping[str, Any],
     table: RenderableType | None = None,
 ) -> None:
-    """Print `table` (by default one row per number of `result`) and write the JSON if asked to.
+    """Print `table` (by default all of `result`) and write the JSON if asked to.
 
     The file holds `result` at top level beside `benchmark`, `quick`, and the day, the commit and
     the machine it was taken on.
@@ -116,12 +116,50 @@ def verdict(
     return MET if low and high else MISSED
 
 
-def result_table(name: str, result: Mapping[str, Any]) -> Table:
-    """One row per leaf, under its dotted key."""
-    table = Table("key", "value", title=name)
-    for key, value in flatten(result).items():
-        table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
-    return table
+def result_table(name: str, result: Mapping[str, Any]) -> Group:
+    """Print keys of single values, then a table for all records with the same fields, a row each.
+    Longer lists of plain values are in the JSON alone."""
+    rows: dict[tuple[str, ...], list[tuple[str, list[str]]]] = {}
+    _collect("", result, rows)
+    keys = Table("key", "value", title=name)
+    tables = []
+    for fields, records in rows.items():
+        if len(records) == 1:
+            path, cells = records[0]
+            for field, cell in zip(fields, cells, strict=True):
+                keys.add_row(f"{path}.{field}".removeprefix("."), cell)
+        else:
+            table = Table("", *fields)
+            for path, cells in records:
+                table.add_row(path, *cells)
+            tables.append(table)
+    return Group(keys, *tables)
+
+
+def _collect(
+    path: str, document: Any, rows: dict[tuple[str, ...], list[tuple[str, list[str]]]]
+) -> None:
+    """Add the records in `document`, by the names of their fields."""
+    named = isinstance(document, Mapping)
+    items = {str(k): v for k, v in (document.items() if named else enumerate(document))}
+    inner = {k: v for k, v in items.items() if isinstance(v, Mapping | list | tuple)}
+    short = {k for k, v in inner.items() if not isinstance(v, Mapping) and _is_cell(v)}
+    cells = {k: _cell(v) for k, v in items.items() if k not in inner or k in short}
+    if cells and named:
+        rows.setdefault(tuple(cells), []).append((path, [*cells.values()]))
+    for key, value in inner.items():
+        if key not in short:
+            _collect(f"{path}.{key}".removeprefix("."), value, rows)
+
+
+def _is_cell(values: Sequence[Any]) -> bool:
+    return len(values) <= 4 and not any(isinstance(v, Mapping | list | tuple) for v in values)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_cell, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

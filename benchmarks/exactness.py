@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from ballast.bench.inprocess import Answer, InProcess
@@ -334,27 +333,6 @@ def _disturbed(
     return answers
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """A row for each comparison with the reference."""
-    shown = Table("", "ok", "tokens", "wrong", "ties", "log-prob. error", "most repeated")
-    several = {name: result[name] for name in ("adapters", "remap", "streams") if name in result}
-    rows = {
-        f"{family} {path}": verdict
-        for family, found in {**result.get("families", {}), **several}.items()
-        for path, verdict in found.items()
-        if path not in ("ok", "sampling")
-    }
-    if "pressure" in result:
-        rows["pressure"] = result["pressure"]
-    for name, v in rows.items():
-        figures = (v["tokens"], v["wrong"], v["ties"])
-        error, repeated = f"{v['logprob_error']:.1e}", f"{v['most_repeated']:.0%}"
-        shown.add_row(name, str(v["ok"]), *map(str, figures), error, repeated)
-    if "sampling" in result:
-        shown.add_row("sampling", str(result["sampling"]["ok"]))
-    return shown
-
-
 def _differing(ours: Mapping[str, Answer], theirs: Mapping[str, Answer]) -> list[str]:
     return [id for id, answer in ours.items() if answer.tokens != theirs[id].tokens]
 
@@ -421,7 +399,7 @@ def main() -> None:
     families = result.get("families", {})
     rest = (found for part, found in result.items() if part != "families")
     result["ok"] = all(found["ok"] for found in (*families.values(), *rest))
-    finish(args, "exactness", result, table(result))
+    finish(args, "exactness", result)
 
 
 if __name__ == "__main__":

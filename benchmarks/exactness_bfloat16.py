@@ -29,8 +29,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rich.table import Table
-
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.request import Submission
 from ballast.core.settings import AdapterSettings, FleetSettings
@@ -231,22 +229,6 @@ def check_migration(scratch: Path, rounds: int, contexts: Sequence[int]) -> dict
     }
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """A row for each comparison."""
-    columns = ("ok", "tokens", "wrong", "requests that differ", "bits", "beside")
-    shown = Table("", *columns, title="exactness in bfloat16")
-    beside = ("evictions", "preemptions", "kills", "moved")
-    for part in (p for p in PARTS if p in result):
-        of = result[part]
-        rows = {part: of} if "tokens" in of else {n: v for n, v in of.items() if n != "ok"}
-        for name, v in rows.items():
-            figures = (v["ok"], v["tokens"], v["wrong"], v.get("differing"), v.get("inexact"))
-            cells = ("" if value is None else str(value) for value in figures)
-            moved = ", ".join(f"{v[key]} {key}" for key in beside if key in v)
-            shown.add_row(name if name == part else f"{part}: {name}", *cells, moved)
-    return shown
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts")
@@ -280,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result["wrong"] = sum(v["wrong"] for v in compared)
     result["tokens"] = sum(v["tokens"] for v in compared)
     result["ok"] = all(result[part]["ok"] for part in args.only)
-    finish(args, "exactness_bfloat16", result, table(result))
+    finish(args, "exactness_bfloat16", result)
 
 
 if __name__ == "__main__":

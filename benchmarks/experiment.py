@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
 from ballast.bench.cluster_run import ClusterRun
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import RequestStats
@@ -134,20 +132,6 @@ def summary(experiment: Experiment, found: Found) -> dict[str, Any]:
     }
 
 
-def table_of(experiment: Experiment, found: Found) -> Table:
-    """Throughput, attainment and that of the worst model, by row and point."""
-    table = Table("", *(f"{p:g}" for p in experiment.axis), "the paper", title=experiment.title)
-    table.caption = "requests/s; in time; worst model"
-    for row, points in found.items():
-        cells = (
-            f"{_mean('throughput', of):.2f}; {_mean('attainment', of):.1%}; "
-            f"{_mean('worst', of):.0%}"
-            for of in points.values()
-        )
-        table.add_row(row, *cells, experiment.paper.get(row, ""))
-    return table
-
-
 def _mean(figure: str, of: Sequence[Outcome]) -> float:
     """A figure of the outcomes, over seeds."""
     return fmean(getattr(outcome, figure) for outcome in of)
@@ -190,24 +174,6 @@ def fewest(found: Mapping[str, Mapping[int, tuple[float | None, Tried]]]) -> dic
             "most": max(known) if all_met else None,
         }
     return {"devices": devices}
-
-
-def search_table(
-    experiment: Experiment, found: Mapping[str, Mapping[int, tuple[float | None, Tried]]]
-) -> Table:
-    """By row: GPUs for the target, and what was tried."""
-    columns = ("GPUs for 99 %", "from - to", "the paper", "tried")
-    table = Table("", *columns, title=experiment.title)
-    over = f"over {experiment.axis[-1]:g}"
-    for row, of in fewest(found)["devices"].items():
-        tried = "; ".join(
-            " ".join(f"{n:g}:{_share(r)}" for n, r in sorted(by.items()))
-            for _, by in found[row].values()
-        )
-        mean, least, most = of["mean"], of["least"], of["most"]
-        shown = (over if mean is None else f"{mean:.1f}", f"{least or over} - {most or over}")
-        table.add_row(row, *shown, experiment.paper.get(row, ""), tried)
-    return table
 
 
 def _share(outcome: Outcome) -> str:

@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rich.console import Group
-
 from benchmarks.common import finish, options
 from benchmarks.experiment import (
     Experiment,
@@ -25,9 +23,7 @@ from benchmarks.experiment import (
     Tried,
     fewest,
     search,
-    search_table,
     summary,
-    table_of,
 )
 from benchmarks.mux_cases import MUXSERVE
 from benchmarks.prism_cases import PRISM
@@ -48,20 +44,18 @@ def sought(name: str, seconds: float, row: str, seed: int) -> tuple[float | None
     return search(EXPERIMENTS[name], row, seed, seconds)
 
 
-def run(
-    name: str, experiment: Experiment, rows: Sequence[str], sweep: Sweep
-) -> tuple[dict[str, Any], Any]:
-    """Return the result and the table of an experiment."""
+def run(name: str, experiment: Experiment, rows: Sequence[str], sweep: Sweep) -> dict[str, Any]:
+    """Return the result of an experiment, with the paper's."""
     seeds = experiment.seeds
     if experiment.fewest:
         found = sweep.over((rows, seeds), partial(sought, name, experiment.seconds))
-        of = {**fewest(found), "tried": {r: plain([*by.values()]) for r, by in found.items()}}
-        return of, search_table(experiment, found)
+        tried = {r: plain([*by.values()]) for r, by in found.items()}
+        return {**fewest(found), "paper": dict(experiment.paper), "tried": tried}
     axes = (rows, experiment.axis, seeds)
     each = sweep.over(axes, partial(measure, name, experiment.seconds))
     outcomes = {r: {p: [*of.values()] for p, of in by.items()} for r, by in each.items()}
     result = {**summary(experiment, outcomes), "paper": dict(experiment.over)}
-    return {**result, "rows": plain(outcomes)}, table_of(experiment, outcomes)
+    return {**result, "rows": plain(outcomes)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     args = options(__doc__, argv, extra)
     result: dict[str, Any] = {}
-    tables = []
     with Sweep(args.processes) as sweep:
         for name in args.names:
             experiment = EXPERIMENTS[name]
@@ -90,10 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.seeds:
                 experiment = replace(experiment, seeds=tuple(map(int, args.seeds.split(","))))
             experiment = replace(experiment, seconds=args.seconds or experiment.seconds)
-            result[name], table = run(name, experiment, list(experiment.rows.rows), sweep)
+            result[name] = run(name, experiment, list(experiment.rows.rows), sweep)
             result[name] |= {"seconds": experiment.seconds, "seeds": experiment.seeds}
-            tables.append(table)
-    finish(args, "experiments", result, Group(*tables))
+    finish(args, "experiments", result)
 
 
 if __name__ == "__main__":

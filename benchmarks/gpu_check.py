@@ -23,9 +23,6 @@ not run:
 - `elastic_overhead`: that benchmark, on the GPU.
 - `tests`: those with the marker `gpu`, each file in a process of its own.
 - `sanitizer`: the small fleet under `compute-sanitizer`'s memcheck, where that is found.
-- `layouts`: microseconds of a decode step's attention, by block.
-- `layer`: microseconds of each launch of a layer on the fast path, in a CUDA graph, and the bytes
-  of weights that it reads in a second.
 - `sampling`: milliseconds to choose a step's tokens at a temperature from 128,256 logits a row, on
   the device and on the host, and whether they are the same.
 """
@@ -48,12 +45,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from benchmarks.common import commit
+from benchmarks.common import commit, result_table
 from benchmarks.gpu_apart import TAIL, Findings, Part, apart, attempted, inside
 from benchmarks.gpu_device import Gpu
 from benchmarks.gpu_fleet import proved
-from benchmarks.gpu_table import lines, markdown, plain
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 560.0
@@ -67,8 +64,6 @@ PARTS = (
     Part("elastic_overhead", 90),
     Part("tests", 150),
     Part("sanitizer", 90),
-    Part("layouts", 40),
-    Part("layer", 20),
     Part("sampling", 30),
 )
 """In the order of their worth. Their limits are more than all of them may take together: each takes
@@ -178,9 +173,9 @@ def sanitizer(found: Findings) -> None:
 
 def _speed(name: str) -> Callable[[Gpu, Findings], None]:
     # Not imported where it is not run: it needs Triton, as everything on a GPU does.
-    from benchmarks import gpu_layer, gpu_pages, gpu_speed
+    from benchmarks import gpu_pages, gpu_speed
 
-    where = next(m for m in (gpu_pages, gpu_speed, gpu_layer) if name in vars(m))
+    where = next(m for m in (gpu_pages, gpu_speed) if name in vars(m))
     run: Callable[[Gpu, Findings], None] = getattr(where, name)
     return run
 
@@ -213,16 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu_results.json"), metavar="FILE")
     parser.add_argument("--only", nargs="*", choices=names, metavar="PART")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all parts")
-    parser.add_argument(
-        "--table", action="store_true", help="run nothing: of FILE, the table of docs/gpu.md"
-    )
     parser.add_argument("--part", nargs=2, metavar=("PART", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.part is not None:
         return run_part(args.part[0], Path(args.part[1]))
-    if args.table:
-        print(markdown(json.loads(args.json.read_text())), end="")
-        return 0
     parts = [p for p in PARTS if args.only is None or p.name in {"machine", *args.only}]
     if not torch.cuda.is_available():
         why = f"PyTorch {torch.__version__} finds none"
@@ -231,8 +220,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {part.name} (up to {part.seconds:g} s)", file=sys.stderr)
         return 2
     found = check(parts, args.json, args.seconds)
-    print(plain(found))
-    return 0 if all(line.met is not False for line in lines(found)) else 1
+    Console().print(result_table("gpu_check", found))
+    failed = unmet(found)
+    print("\n".join(f"missed: {where}" for where in failed))
+    return 1 if failed else 0
+
+
+def unmet(found: Mapping[str, Any], path: str = "") -> list[str]:
+    """Return the places of goals that are missed, of what did not pass, and of what did not run."""
+    places = []
+    for key, value in found.items():
+        where = f"{path}.{key}".removeprefix(".")
+        if isinstance(value, Mapping):
+            places += unmet(value, where)
+        elif key in ("not_run", "broke_off"):
+            places.append(f"{path}: {value}")
+        elif value is False and key in ("passed", "goal_met", "same_tokens"):
+            places.append(where)
+    return places
 
 
 def check(parts: Sequence[Part], file: Path, seconds: float) -> dict[str, Any]:

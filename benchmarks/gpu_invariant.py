@@ -7,12 +7,11 @@ On one GPU, in bfloat16:
 - `steps`: milliseconds of decode steps and prefills of an 8B model by CUDA graph, invariant and
   not, and the price in tokens a second.
 - `gemms`: microseconds of an 8B layer's matrices by number of rows, of cuBLAS and of the invariant
-  GEMM, and with `--tiles` of every tile; whether the rows' bits are equal.
+  GEMM; whether the rows' bits are equal.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,24 +38,13 @@ MATRICES = {
     "down": (4096, 14336),
 }
 """Outputs and inputs."""
-CANDIDATES = (
-    (128, 256, 64, 4, 8),
-    (128, 128, 128, 3, 8),
-    (64, 64, 128, 3, 4),
-    (64, 32, 256, 4, 4),
-)
-"""More tiles: rows, columns, depth, stages, warps."""
 LAYERS = 4
 """Copies of a matrix that are gone through, so that no cache holds their weights."""
 CONTEXT, SEQUENCES = 1024, 32
 
 
-def gemms(gpu: Gpu, every_tile: bool) -> dict[str, Any]:
-    from ballast.kernels.triton.gemm import TILES, Tile, invariant_gemm
-
-    candidates = (
-        (*(t for _, t in TILES), *(Tile(*sizes) for sizes in CANDIDATES)) if every_tile else ()
-    )
+def gemms(gpu: Gpu) -> dict[str, Any]:
+    from ballast.kernels.triton.gemm import invariant_gemm
 
     found: dict[str, Any] = {"unequal": 0}
     for name, (n, k) in MATRICES.items():
@@ -73,12 +61,6 @@ def gemms(gpu: Gpu, every_tile: bool) -> dict[str, Any]:
             result = {"cublas": _each(gpu, partial(linear, rows), weights)}
             result["cublas_unequal"] = float((~same).float().mean())
             result["invariant"] = _each(gpu, partial(invariant_gemm, rows), weights)
-            for tile in candidates:
-                if tile.rows <= max(64, m):
-                    shape = f"{tile.rows}x{tile.columns}x{tile.depth} by {tile.stages}"
-                    result[shape] = _each(gpu, partial(invariant_gemm, rows, tile=tile), weights)
-                    part = invariant_gemm(rows, weights[0], tile)
-                    found["unequal"] += int((part != whole[:m]).sum())
             found[f"{name}, {m} rows"] = result
         gpu.give_back()
     return found
@@ -131,12 +113,9 @@ def _text(server: InProcess, request: Submission) -> Sequence[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def extra(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--tiles", action="store_true", help="time every tile of the GEMM")
-
-    args = options(__doc__, argv, extra)
+    args = options(__doc__, argv)
     gpu = Gpu()
-    result: dict[str, Any] = {"gemms": attempted(partial(gemms, gpu, args.tiles))}
+    result: dict[str, Any] = {"gemms": attempted(partial(gemms, gpu))}
     gpu.give_back()
     result["steps"] = attempted(partial(steps, gpu))
     gpu.give_back()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import queue
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ballast.core.errors import DeviceError
 from ballast.core.event import TransferDoneEvent
 from ballast.core.units import GiB, KiB, MiB, ceil_div
 from ballast.live.inbox import MonotonicClock
@@ -44,8 +43,6 @@ def pool(gpu: Gpu, found: Findings) -> None:
     for times in (4, 16):
         n_bytes = times * PAGE
         found[f"microseconds_of_{n_bytes // MiB}_MiB"] = page_times(gpu.driver, n_bytes, 1, 64)
-    found["microseconds_by_call"] = call_times(gpu.driver)
-    found["one_call_unmaps_many"] = one_call_unmaps_many(gpu.driver)
 
 
 def page_times(driver: Driver, page: int, at_once: int, rounds: int) -> dict[str, float]:
@@ -72,67 +69,6 @@ def page_times(driver: Driver, page: int, at_once: int, rounds: int) -> dict[str
     medians = {k: 1e6 * statistics.median(v[rounds // 8 :]) for k, v in both.items()}
     longest = {f"longest_{k}": 1e6 * at_once * max(v) for k, v in both.items()}
     return {**medians, "both": sum(medians.values()), "create": 1e6 * made, **longest}
-
-
-def call_times(driver: Driver, n: int = 64, rounds: int = 8) -> dict[str, float]:
-    """Microseconds a page by driver call, the best of the rounds: mapping pages one by one, and
-    access to them, one by one and to all by one call."""
-    base = driver.reserve(n * PAGE, PAGE)
-    handles = [driver.create(0, PAGE) for _ in range(n)]
-    best: dict[str, float] = {}
-
-    def timed(name: str, work: Callable[[], object]) -> None:
-        begun = time.perf_counter()
-        work()
-        took = 1e6 * (time.perf_counter() - begun) / n
-        best[name] = min(took, best.get(name, took))
-
-    def map_all() -> None:
-        for i, handle in enumerate(handles):
-            driver.map(base + i * PAGE, PAGE, handle)
-
-    def access_each() -> None:
-        for i in range(n):
-            driver.set_access(base + i * PAGE, PAGE, 0)
-
-    def unmap_each() -> None:
-        for i in range(n):
-            driver.unmap(base + i * PAGE, PAGE)
-
-    for _ in range(rounds):
-        timed("cuMemMap", map_all)
-        timed("cuMemSetAccess, one page", access_each)
-        timed("cuMemUnmap, one page", unmap_each)
-        map_all()
-        timed(f"cuMemSetAccess, {n} pages", lambda: driver.set_access(base, n * PAGE, 0))
-        unmap_each()
-    for handle in handles:
-        driver.release(handle)
-    driver.free(base, n * PAGE)
-    return best
-
-
-def one_call_unmaps_many(driver: Driver, n: int = 64) -> str | float:
-    """Microseconds a page, if the driver takes several mappings in a row at once; else its error.
-    Documented is that it takes what one call mapped; a sample of NVIDIA's has it take more."""
-    base = driver.reserve(n * PAGE, PAGE)
-    handles = [driver.create(0, PAGE) for _ in range(n)]
-    for i, handle in enumerate(handles):
-        driver.map(base + i * PAGE, PAGE, handle)
-    driver.set_access(base, n * PAGE, 0)
-    result: str | float
-    try:
-        begun = time.perf_counter()
-        driver.unmap(base, n * PAGE)
-        result = 1e6 * (time.perf_counter() - begun) / n
-    except DeviceError as error:
-        result = str(error)
-        for i in range(n):
-            driver.unmap(base + i * PAGE, PAGE)
-    for handle in handles:
-        driver.release(handle)
-    driver.free(base, n * PAGE)
-    return result
 
 
 @contextmanager
@@ -172,6 +108,7 @@ def activation(gpu: Gpu, found: Findings, configs: Configs = CONFIGS, page: int 
                     found[size] = activated(gpu.driver, spec, link, result, address, rate, page)
                 for times in (4, 8, 16) if "bytes" in found.get(size, ()) else ():
                     large = activated(gpu.driver, spec, link, result, address, rate, times * page)
+                    del large["goal_met"]  # of the default size alone
                     found[f"{size}_in_pages_of_{times * page // KiB}_KiB"] = large
             finally:
                 pins.unpin(address)

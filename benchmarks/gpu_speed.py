@@ -1,4 +1,4 @@
-"""What `scripts/gpu_check` times of jobs: decode steps, attention, and sampling."""
+"""What `scripts/gpu_check` times of jobs: decode steps and sampling."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from transformers import LlamaConfig
 from ballast.core.job import SampledToken, SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.settings import GRAPH_BYTES
-from ballast.kernels.attention import AttentionParams
-from ballast.kernels.gpu.attention import attention_kernels
-from ballast.kernels.gpu.attention_plan import Bucket
-from ballast.kernels.gpu.batch import GpuBatch
-from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.gpu.sampling import GpuSampler
 from ballast.kernels.sampling import sample
 from ballast.models.gpu.graphs import GraphCache
@@ -170,42 +165,6 @@ def with_and_without(
         "pool_bytes": max(0, now - reserved),
         "driver_bytes": max(0, before - after - max(0, now - reserved)),
     }
-
-
-def layouts(
-    gpu: Gpu,
-    found: Findings,
-    layers: int = 32,
-    heads: int = 32,
-    kv_heads: int = 8,
-    dim: int = 128,
-    n: int = 32,
-    context: int = 2048,
-) -> None:
-    """Microseconds that the attention of all layers of a decode step takes."""
-    found["shape"] = f"{n} sequences of {context} tokens, {layers} layers, {heads}/{kv_heads} heads"
-    q = torch.randn(n, heads, dim, dtype=torch.bfloat16, device=gpu.device)
-    for block in (16, 256):
-        shape = (layers, 2, block, kv_heads, dim)
-        stride = torch.Size(shape).numel()
-        each = context // block
-        memory = torch.randn(n * each * stride, dtype=torch.bfloat16, device=gpu.device)
-        order = torch.randperm(n * each).tolist()
-        tables = [order[i * each : (i + 1) * each] for i in range(n)]
-        kv = GpuKv.over(memory, shape, stride)
-        made = attention_kernels(gpu.device)
-        batch = GpuBatch(kv, heads, Bucket.decode(n, n * each), made)
-        batch.fill([0] * n, [context - 1] * n, [1] * n, tables, [0] * n)
-
-        def step(batch: GpuBatch = batch) -> None:
-            for layer in range(layers):
-                batch.attend(layer, q, batch.out, AttentionParams(dim**-0.5))
-
-        key = f"blocks_of_{block}"
-        times = attempted(lambda step=step: {"microseconds": 1e6 * gpu.seconds(step, 20)})  # type: ignore[misc]
-        found[key] = times.get("microseconds", times)
-        del memory, kv, batch
-        gpu.give_back()
 
 
 ASKED = {

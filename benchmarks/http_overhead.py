@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.table import Table
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.bench.server_process import Serving, serving
@@ -237,30 +236,6 @@ def measure(
     return found
 
 
-def show(result: dict[str, Any]) -> Table:
-    """For people."""
-    table = Table("", "median", "quartiles", "goal", title="http_overhead")
-
-    def row(name: str, outcome: dict[str, Any], digits: int, goal: str = "") -> None:
-        low, high = outcome["low"], outcome["high"]
-        shown = f"{outcome['median']:.{digits}f}", f"{low:.{digits}f}-{high:.{digits}f}"
-        table.add_row(name, *shown, goal)
-
-    for model, of in result["models"].items():
-        goal = f">= {THROUGHPUT_GOAL}" if model == LARGEST else ""
-        row(f"{model}: throughput_ratio", of["throughput_ratio"], 3, goal)
-        for name, outcome in of["tokens_per_second"].items():
-            row(f"{model}: tokens/s, {name}", outcome, 0)
-        for name, outcome in of["cores"].items():
-            row(f"{model}: cores of the {name}", outcome, 2)
-    for name, outcome in result["ttft_ms"].items():
-        row(f"{SMALLEST}: TTFT ms, {name}", outcome, 2)
-    row("ttft_added_ms", result["ttft_added_ms"], 2, f"<= {TTFT_GOAL_MS:g}")
-    for name, outcome in result["gaps_s"].items():
-        row(f"{LARGEST}: longest gap s, {name}", outcome, 3)
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, metavar="N", help="of throughput")
@@ -283,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return [[drawn.choice(TOKENS) for _ in range(PROMPT)] for _ in range(n)]
 
         result = measure(Here(engine), there, prompts, shape)
-    finish(args, "http_overhead", result, show(result))
+    finish(args, "http_overhead", result)
     return 0
 
 

@@ -19,12 +19,10 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from ballast.kernels import choice_file, choices
 from benchmarks.common import finish, options, verdict
@@ -98,18 +96,6 @@ def chosen(file: Path) -> dict[str, dict[str, Any]]:
     return {name: of for kept in machines.values() for name, of in kept["choices"].items()}
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    shown = Table("", "invariant: 1", "invariant: 0", "ratio", "goal", title="invariant_cost")
-    for phase in PHASES:
-        of = result["phases"][phase.name]
-        rates = (f"{of['tokens_per_second'][name]:.1f}" for name in (OURS, FREE))
-        goal = f"{GOALS[phase.name]} {result['goals'][phase.name]}"
-        shown.add_row(phase.name, *rates, f"{of['ratio']:.3f}", goal)
-    for name, of in result["from_rows"].items():
-        shown.add_row(name, "", f"oneDNN from {of['from_rows']} rows")
-    return shown
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         names = [s.name for s in SIZES]
@@ -143,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "from_rows": from_rows,
         "phases": phases,
     }
-    finish(args, "invariant_cost", result, table(result))
+    finish(args, "invariant_cost", result)
 
 
 if __name__ == "__main__":

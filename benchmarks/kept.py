@@ -272,7 +272,7 @@ def main() -> None:
             paces = ("unpaced",) if args.quick else ("unpaced", "paced")
             for pace, of in measure(directory, kv_bytes, length, rounds, paces).items():
                 result[f"{length} tokens, {pace}"] = of
-    finish(args, "kept", result, show(result))
+    finish(args, "kept", result)
 
 
 if __name__ == "__main__":

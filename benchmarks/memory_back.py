@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ballast.bench.server_process import children_of, serving
 from ballast.fleet.text import documents
 from ballast.fleet.tokenizer import train_tokenizer
@@ -90,15 +88,6 @@ def measure(rounds: int, directory: Path) -> dict[str, Any]:
     return result
 
 
-def show(result: dict[str, Any]) -> Table:
-    table = Table("", "busy, MiB", "idle, MiB", "first token, s", title="memory_back")
-    for kind in KINDS:
-        of = result[kind]
-        sizes = (f"{of[key] / 2**20:.0f}" for key in ("busy_bytes", "idle_bytes"))
-        table.add_row(kind, *sizes, f"{of['first_token_s']:.3f}")
-    return table
-
-
 def main() -> None:
     args = options(__doc__)
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,7 +97,7 @@ def main() -> None:
         "idle_over_busy": given["idle_bytes"] / given["busy_bytes"],
         "first_token_over_kept": given["first_token_s"] / found["kept"]["first_token_s"],
     }
-    finish(args, "memory_back", {**keys, **found}, show(found))
+    finish(args, "memory_back", {**keys, **found})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from ballast.bench.servers import serving_fleets
 from ballast.cluster.controller import Controller
@@ -196,14 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     contexts = CONTEXTS[1:2] if args.quick else CONTEXTS
     with tempfile.TemporaryDirectory() as scratch:
         result = asyncio.run(measure(two_devices(Path(scratch), args.family), contexts, rounds))
-    table = Table("context, way", "median stall, steps", "worst")
-    for name, seen in result["stall_steps"].items():
-        table.add_row(name, f"{seen['median']:.2f}", f"{seen['worst']:.2f}")
-    kept = ("streams", "moved", "changed", "over_two_steps", "over_two_steps_anew")
-    steps = ", ".join(f"{ms:.0f} ms ({c})" for c, ms in result["step_ms"].items())
-    table.title = f"a step takes, by context: {steps}"
-    table.caption = ", ".join(f"{key} {result[key]}" for key in kept)
-    finish(args, "migration", result, table)
+    finish(args, "migration", result)
 
 
 if __name__ == "__main__":

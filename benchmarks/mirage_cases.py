@@ -45,7 +45,6 @@ short requests take more of them to fill the same memory."""
 QUICK_WINDOW = 180.0, 20.0
 MULTIPLES = 0.75, 2.0, 8.0
 """Rates of a curve, over the knee's."""
-FULL_MULTIPLES = 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0
 QUICK_MULTIPLES = (8.0,)
 SHORT_SHARE = 0.01
 """Part of the requests that are preempted at the knee."""
@@ -178,21 +177,21 @@ def knee(first: Case, requests: int, measured: Measure) -> float | None:
 def at_multiple(first: Case, knee_rate: float | None, multiple: float) -> Case:
     """The case at a multiple of its knee; where there is none, so that 8 times it is the highest
     rate."""
-    rate = knee_rate if knee_rate is not None else GRID[-1] / FULL_MULTIPLES[-1]
+    rate = knee_rate if knee_rate is not None else GRID[-1] / MULTIPLES[-1]
     return replace(first, multiple=multiple, rate=multiple * rate)
 
 
-def curve_cases(case: Case, *, full: bool = False) -> Iterator[Case]:
+def curve_cases(case: Case) -> Iterator[Case]:
     """Runs at one point: below the knee, where nothing is short, a row for each preset in one pool;
-    from there on all. `full`: also KV swapping with fixed shares."""
+    from there on all."""
     yield from (replace(case, row=row) for row in ("recompute", "kvswap", "mirage"))
     if case.multiple < 1:
         return
     yield replace(case, memory=AMPLE)
     if GROUPS[case.group].shares:
-        rows = ("recompute", "mirage") + ("kvswap",) * full
-        yield from (replace(case, row=row, sharing="shares") for row in rows)
-        yield from (replace(case, row=row, sharing="paper") for row in ("recompute", "mirage"))
+        for sharing in ("shares", "paper"):
+            for row in ("recompute", "mirage"):
+                yield replace(case, row=row, sharing=sharing)
 
 
 Side = tuple[str, str, int]
@@ -204,7 +203,6 @@ COMPARED: dict[str, tuple[Side, Side]] = {
     "pool": (("recompute", "pool", 1), ("recompute", "shares", 1)),
     "no_shortage": (("recompute", "pool", AMPLE), ("recompute", "pool", 1)),
     "kvswap": (("mirage", "pool", 1), ("kvswap", "pool", 1)),
-    "kvswap_shares": (("mirage", "shares", 1), ("kvswap", "shares", 1)),
 }
 """What is compared. Both sides are presets on equal terms, but for `pool`, which compares the
 terms, and `no_shortage`, whose other side has twice the memory."""

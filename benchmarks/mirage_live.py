@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ballast.core.errors import ConfigError
 from benchmarks.common import Samples, finish, interleave, options
@@ -172,38 +171,6 @@ def headlines(manners: Mapping[str, Mapping[str, Sequence[Seen]]]) -> dict[str, 
     return keys
 
 
-def add_rows(
-    table: Table,
-    manner: str,
-    variants: Mapping[str, Variant],
-    rounds_of: Mapping[str, Sequence[Seen]],
-) -> None:
-    """A row for each variant: its ratios to what it is compared with, and what it did for them."""
-    table.add_section()
-    table.add_row(f"[bold]{manner}")
-    there = {name: variant for name, variant in variants.items() if name in rounds_of}
-    for name, seen in rounds_of.items():
-        base = base_of(name, there)
-        of = over(seen, rounds_of[base]) if base is not None else None
-        cells = [_ratio(of[metric]) if of else "1" for metric in METRICS[:3]]
-        preempted = sum(s.clients.preemptions for s in seen)
-        lent = sum(s.lent for s in seen) / len(seen)
-        hidden = overlap(seen)
-        table.add_row(
-            name,
-            base or "",
-            *cells,
-            str(preempted),
-            f"{lent:.1f}",
-            "" if hidden is None else f"{hidden:.3f}",
-        )
-
-
-def _ratio(samples: Samples) -> str:
-    low, high = samples.spread
-    return f"{samples.median:.2f} ({low:.2f}-{high:.2f})"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, metavar="N", help="of each pair (3; quick: 1)")
@@ -211,22 +178,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(__doc__, argv, extra)
     length = QUICK if args.quick else FULL
     rounds = args.rounds or length.rounds
-    table = Table(
-        "variant",
-        "over",
-        "throughput",
-        "P99 TTFT",
-        "P99 TBT",
-        "preempted",
-        "lent",
-        "overlap",
-        title="median (quartiles) of ratios",
-    )
     manners: dict[str, dict[str, list[Seen]]] = {}
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         setting = prepare(Path(scratch))
-        Console().print(", ".join(f"{key} {value:.4g}" for key, value in setting.to_json().items()))
         chosen = {
             name: variant
             for name, variant in MAIN.items()
@@ -234,10 +189,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         for manner, temporal in MANNERS.items():
             manners[manner] = run(setting, chosen, temporal, rounds, length.seconds)
-            add_rows(table, manner, chosen, manners[manner])
             result[manner] = summary(chosen, manners[manner])
         result = {**headlines(manners), "setting": setting.to_json(), **result}
-    finish(args, "mirage_live", result, table)
+    finish(args, "mirage_live", result)
 
 
 if __name__ == "__main__":

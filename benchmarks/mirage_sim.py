@@ -20,11 +20,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.common import finish, options
 from benchmarks.mirage_cases import (
-    FULL_MULTIPLES,
     GROUPS,
     MULTIPLES,
     QUICK_MULTIPLES,
@@ -42,8 +39,6 @@ from benchmarks.mirage_setting import ARRIVALS
 
 TRACES = Path(__file__).resolve().parents[2] / "shared/traces"
 QUICK = "temporal_c2", "mps_c1", "alone"
-SHOWN = "throughput", "p99_ttft", "p99_tbt"
-COLUMNS = "layers", "layers_shares", "layers_paper", "pool", "no_shortage"
 
 
 class Kept:
@@ -80,30 +75,10 @@ def knee_of(first: Case, traces: Path) -> float | None:
     return knee(first, requests, measured)
 
 
-def table_of(found: dict[str, Any]) -> Table:
-    """Ratios at one multiple of the knee after another."""
-    table = Table("", "", "the paper", *COLUMNS, title="mirage_sim, at multiples of the knee")
-    for metric in SHOWN:
-        for group, curve in found.items():
-            cells = (
-                " · ".join("-" if v is None else f"{v:.2f}" for v in curve["over"][c][metric])
-                if c in curve["over"]
-                else ""
-                for c in COLUMNS
-            )
-            stated = curve["paper"].get(metric)
-            paper = "" if stated is None else f"{stated:.2f}"
-            without = "".join(f", without {s}" for s in curve["never_short"])
-            table.add_row(metric, GROUPS[group].title + without, paper, *cells)
-        table.add_section()
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--traces", type=Path, default=TRACES, help="where Azure's trace lies")
         parser.add_argument("--only", nargs="+", choices=GROUPS, help="curves of some groups")
-        parser.add_argument("--full", action="store_true", help="eight rates, and kvswap in shares")
         parser.add_argument("--keep", type=Path, help="a file of results, to go on from")
         parser.add_argument("--page", type=int, help="MiB; by default as the models have it")
         parser.add_argument("--seeds", type=int, default=1)
@@ -113,21 +88,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (args.traces / ARRIVALS).exists():
         sys.exit(f"{args.traces} has no {ARRIVALS}: say where Azure's coding trace is (--traces)")
     groups = args.only or (QUICK if args.quick else tuple(GROUPS))
-    multiples = QUICK_MULTIPLES if args.quick else FULL_MULTIPLES if args.full else MULTIPLES
+    multiples = QUICK_MULTIPLES if args.quick else MULTIPLES
     kept, context = Kept(args.keep), multiprocessing.get_context("spawn")
     firsts = first_cases(groups, quick=args.quick, page=args.page)
     with ProcessPoolExecutor(args.processes, context) as pool:
         knees = kept.each(pool, functools.partial(knee_of, traces=args.traces), firsts)
         points = [at_multiple(first, knees[first], m) for first in firsts for m in multiples]
         seeded = [replace(point, seed=seed) for point in points for seed in range(args.seeds)]
-        cases = [case for point in seeded for case in curve_cases(point, full=args.full)]
+        cases = [case for point in seeded for case in curve_cases(point)]
         runs = kept.each(pool, functools.partial(measure, traces=args.traces), cases)
     never_short = [(case.group, case.setting) for case, rate in knees.items() if rate is None]
     result = {
         "curves": curves(runs, multiples, never_short),
         "knees": {f"{case.group} {case.setting}": rate for case, rate in knees.items()},
     }
-    finish(args, "mirage_sim", result, table_of(result["curves"]))
+    finish(args, "mirage_sim", result)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from math import log2
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -30,7 +29,7 @@ from ballast.sim.cluster import SERVED
 from ballast.sim.device import SimDevice
 from ballast.sim.model_catalogue import catalogue
 from ballast.sim.profile import device_profile
-from benchmarks.common import finish, options, verdict
+from benchmarks.common import finish, options
 
 MODELS, RUNNING, SHORT = 20, 256, 32
 DEVICE, MODEL = "H100-80G", "Qwen3-0.6b"
@@ -173,23 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for what, halves in fewer.items()
         },
     }
-    table = Table(
-        "", "median ms", "P99 ms", "goal", "none short, ms", *(f"growth, {w}" for w in fewer)
-    )
-    for o in full:
-        cost = result["decide_ms"][o.preset]
-        met = (
-            verdict(cost["median"], at_most=GOAL_MEDIAN_MS),
-            verdict(cost["p99"], at_most=GOAL_P99_MS),
-        )
-        growth = (f"{result['growth'][what][o.preset]:.2f}" for what in fewer)
-        none_short = f"{result['enough_ms'][o.preset]:.3f}"
-        costs = (f"{cost['median']:.3f}", f"{cost['p99']:.3f}", " / ".join(met), none_short)
-        table.add_row(o.preset, *costs, *growth)
-    seen = result["view_ms"]
-    grows = (f"{result['view_growth'][what]:.2f}" for what in fewer)
-    table.add_row("view", f"{seen['median']:.3f}", f"{seen['p99']:.3f}", "", "", *grows)
-    finish(args, "policy_cost", result, table)
+    finish(args, "policy_cost", result)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ range into another's: unmap, ledger, map.
 `us_per_mib`: what an idle model's memory costs to become another's: its pages are given back in one
 call, leased and mapped by the other in one call, and entered into the page tables so that using
 them is no fault. `runs`: of a pool whose free pages are neighbours; `scattered`: no two of them
-are, the worst there is. In turns, with page tables `moved` and made `anew`, as Ballast did before
-and does where Linux cannot move them. `us_per_mib_2mib`, `us_per_mib_256kib`: moved, scattered
-(goals 10 and 80).
+are, the worst there is. `us_per_mib_2mib`, `us_per_mib_256kib`: scattered (goals 10 and 80).
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from ballast.core.units import KiB, MiB, format_bytes
 from ballast.memory import syscalls
@@ -76,10 +73,10 @@ HANDED_OVER = 256 * MiB
 """Of the device whose pages are handed over at once."""
 
 
-def hand_over_per_mib(page_bytes: int, *, scattered: bool, moves: bool) -> float:
+def hand_over_per_mib(page_bytes: int, *, scattered: bool) -> float:
     """Microseconds a MiB: the best of a few times there and back."""
     n = HANDED_OVER // page_bytes
-    vm = MemfdVm(page_bytes, n, moves=moves, huge=False)
+    vm = MemfdVm(page_bytes, n, huge=False)
     pool = Pool(vm, n)
     pool.free_pages.populate_some(n)
     if scattered:
@@ -106,24 +103,17 @@ def hand_over_per_mib(page_bytes: int, *, scattered: bool, moves: bool) -> float
 
 
 def hand_over(rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of rounds, in turns: by page size, what lies how, and moved or anew."""
-    cases = {
-        (size, scattered, moves): ("scattered" if scattered else "runs")
-        + (", moved" if moves else ", anew")
-        for size in PAGE_SIZES[1:]
-        for scattered in (False, True)
-        for moves in (True, False)
-    }
-    seen: dict[tuple[int, bool, bool], list[float]] = {case: [] for case in cases}
+    """Return medians of rounds, in turns: by page size and what lies how."""
+    ways = {"runs": False, "scattered": True}
+    cases = [(size, way) for size in PAGE_SIZES[1:] for way in ways]
+    seen: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
     for i in range(rounds):
-        for size, scattered, moves in list(cases)[:: 1 if i % 2 == 0 else -1]:
-            cost = hand_over_per_mib(size, scattered=scattered, moves=moves)
-            seen[size, scattered, moves].append(cost)
-    found: dict[str, dict[str, float]] = {}
-    for (size, scattered, moves), name in cases.items():
-        costs = seen[size, scattered, moves]
-        found.setdefault(format_bytes(size), {})[name] = statistics.median(costs)
-    return found
+        for size, way in cases[:: 1 if i % 2 == 0 else -1]:
+            seen[size, way].append(hand_over_per_mib(size, scattered=ways[way]))
+    return {
+        format_bytes(size): {way: statistics.median(seen[size, way]) for way in ways}
+        for size in PAGE_SIZES[1:]
+    }
 
 
 def _owner_costs(page_bytes: int) -> dict[str, float]:
@@ -183,16 +173,10 @@ def main() -> None:
         "rounds": rounds,
         "costs": costs,
         "us_per_mib": per_mib,
-        "us_per_mib_2mib": per_mib[format_bytes(2 * MiB)]["scattered, moved"],
-        "us_per_mib_256kib": per_mib[format_bytes(256 * KiB)]["scattered, moved"],
+        "us_per_mib_2mib": per_mib[format_bytes(2 * MiB)]["scattered"],
+        "us_per_mib_256kib": per_mib[format_bytes(256 * KiB)]["scattered"],
     }
-    table = Table("", *costs, title="page operations (us a page; GB/s)")
-    for key in next(iter(costs.values())):
-        table.add_row(key, *(f"{column[key]:.1f}" for column in costs.values()))
-    for name in per_mib[format_bytes(2 * MiB)]:
-        cells = (f"{per_mib[c][name]:.1f}" if c in per_mib else "" for c in costs)
-        table.add_row(f"us per MiB, {name}", *cells)
-    finish(args, "pool", result, table)
+    finish(args, "pool", result)
 
 
 if __name__ == "__main__":

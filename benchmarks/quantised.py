@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ballast.bench.inprocess import InProcess
@@ -232,22 +231,6 @@ def least(found: Mapping[str, Mapping[str, Any]], over: str) -> dict[str, float]
     return {key: min(r[name] for r in ratios for name in names) for key, names in keys.items()}
 
 
-def table(verdicts: Mapping[str, exactness.Verdict], found: Mapping[str, Any]) -> Table:
-    columns = ("decode 1", "decode 16", "prefill 1", "prefill 16")
-    outcome = Table("", "wrong / tokens", "memory", *columns, title="quantised")
-    for name in dict.fromkeys([*verdicts, *found]):
-        verdict, document = verdicts.get(name), found.get(name)
-        wrong = "" if verdict is None else f"{verdict.wrong} / {verdict.tokens}"
-        memory = "" if document is None else f"{document['memory_over_bf16']:.2f} x bf16"
-        outcome.add_row(f"[bold]{name}[/bold]", wrong, memory)
-        for other in (BF16, LLAMACPP):
-            ratios = None if document is None else document.get(f"vs_{other}")
-            if ratios is not None:
-                cells = [f"{ratios[c.replace(' ', '_')]:.2f} x" for c in columns]
-                outcome.add_row(f"  over {other}", "", "", *cells)
-    return outcome
-
-
 def more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--types", default=",".join(TYPES), help="GGUF's types (comma)")
     known = ",".join([*quantised_files.FORMATS, quantised_files.MXFP4])
@@ -289,7 +272,7 @@ def main() -> None:
         for over in (f"vs_{BF16}", f"vs_{LLAMACPP}"):
             if ratios := {name: d for name, d in found.items() if over in d}:
                 result[over] = least(ratios, over)
-    finish(args, "quantised", result, table(verdicts, found))
+    finish(args, "quantised", result)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import statistics
 import time
 from dataclasses import replace
 
-from rich.table import Table
-
 from ballast.core.model import ModelSpec
 from ballast.core.units import KiB
 from ballast.kv.blocks import KvCache
@@ -108,16 +106,12 @@ def main() -> None:
     args = options(__doc__)
     rounds, sizes = (200, SIZES[:5]) if args.quick else (2000, SIZES)
     found = {blocks: measure(blocks, rounds) for blocks in sizes}
-    table = Table("blocks", "one page, us", "hand over, us", "a page, at once, us", "moved")
-    for blocks, of in found.items():
-        numbers = (f"{of[key]:.1f}" for key in ("us", "hand_over_us", "us_per_page"))
-        table.add_row(f"{blocks:,}", *numbers, str(of["moved"]))
     result = {
         "blocks": {str(blocks): of for blocks, of in found.items()},
         "largest_over_smallest": found[sizes[-1]]["us"] / found[sizes[0]]["us"],
         "moved": sum(of["moved"] for of in found.values()),
     }
-    finish(args, "resize", result, table)
+    finish(args, "resize", result)
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def main() -> None:
         logs = args.logs or Path(scratch) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         result = run(args, Path(scratch) / "models", logs)
-    finish(args, "rivals", result, table(result))
+    finish(args, "rivals", result)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ballast.bench.server_process import serving
 from benchmarks.common import finish, options
 from benchmarks.resident import Memory, resident_mib
@@ -190,26 +188,13 @@ def line(result: dict[str, Any]) -> str:
     return f"{mark} {result['attack']}: {result['seen']} ({noticed}, {grown}{errors})"
 
 
-def shown(result: dict[str, Any]) -> Table:
-    table = Table("attack", "expected", "seen", "/live", "gap", "MiB", "", title="robustness")
-    for a in result["attacks"]:
-        times = (f"{a['live_s']:.3f}", f"{a['gap_s']:.3f}", f"{a['grown_mib']:+.0f}")
-        table.add_row(a["attack"], a["expected"], a["seen"], *times, "" if a["ok"] else "FAILED")
-    quiet = result["quiet"]
-    table.caption = (
-        f"{result['failed']} of {result['tried']} failed; "
-        f"without an attack /live {quiet['live_s']:.3f} s, gap {quiet['gap_s']:.3f} s"
-    )
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--only", default="", help="attacks with this in their name")
 
     args = options(__doc__, argv, more)
     result = measure(args)
-    finish(args, "robustness", result, shown(result))
+    finish(args, "robustness", result)
     return 1 if result["failed"] else 0
 
 

@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad, chunk_pairs
@@ -365,18 +363,9 @@ def main() -> None:
     engines_left_out(known, found)
     stated_left_out(known, found)
     summary = found.summary()
-    table = Table(title="sim_engines: mean relative error, per cent", box=SIMPLE_HEAD)
-    for column in ("left out", "phase", "rows", "median", "worst"):
-        table.add_column(column, justify="left" if column in ("left out", "phase") else "right")
-    for part, rows in found.rows.items():
-        for phase in sorted({name for row in rows.values() for name in row}):
-            values = found.values(part, phase)
-            shown = (f"{statistics.median(values):.1f}", f"{max(values):.1f}")
-            table.add_row(part, phase, str(len(values)), *shown)
     headline = summary["left_out_median_pct"]
-    table.add_row("all but kernels", "", str(len(found.values())), f"{headline:.1f}", "")
     result: dict[str, Any] = {**summary, "goal_met": headline <= GOAL, "rows": found.rows}
-    finish(args, "sim_engines", result, table)
+    finish(args, "sim_engines", result)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console
 
 from ballast.policy.presets import PRESETS
 from benchmarks.common import MET, NOT_STATED, finish, options, verdict
@@ -225,24 +224,6 @@ def same_order(cells: Sequence[Cell], rates: Sequence[float]) -> tuple[int, int]
     return compared, agreed
 
 
-def table_of(cells: Sequence[Cell]) -> Table:
-    columns = ("point", "", "live", "virtual", "error", "goal", "", "live spread", "drift")
-    table = Table(*columns, title="sim_fidelity", padding=(0, 0))
-    for c in cells:
-        table.add_row(
-            str(c.point),
-            c.metric.replace("output_tokens_per_second", "tokens/s"),
-            f"{statistics.median(c.live):.4g}",
-            f"{statistics.median(c.virtual):.4g}",
-            f"{c.error:+.1%}",
-            f"{GOALS[c.metric]:.0%}",
-            "" if c.verdict == MET else c.verdict,
-            f"{spread(c.live):.0%}",
-            f"{spread(c.virtual):.0%}",
-        )
-    return table
-
-
 def summary_of(cells: Sequence[Cell], common: Sequence[float]) -> Document:
     summary: Document = {}
     for name, tail in (("median", False), ("p99", True)):
@@ -271,22 +252,6 @@ def by_point(cells: Sequence[Cell]) -> Mapping[str, Mapping[str, Document]]:
     for c in cells:
         outcome.setdefault(str(c.point), {})[c.metric] = c.to_json()
     return outcome
-
-
-def capacity_table(capacities: Mapping[str, Document], errors: Mapping[str, float]) -> Table:
-    columns = ("preset", "live", "virtual", "error", "goal", "")
-    table = Table(*columns, title="highest rate at 99 %", padding=(0, 0))
-    for name, outcome in capacities.items():
-        error = errors.get(name)
-        table.add_row(
-            name,
-            f"{outcome['live']:.3g}",
-            ", ".join(f"{rate:.3g}" for rate in outcome["virtual"]),
-            "-" if error is None else f"{error:+.0%}",
-            f"{CAPACITY_GOAL:.0%}",
-            "" if error is None else verdict(abs(error), at_most=CAPACITY_GOAL),
-        )
-    return table
 
 
 def extra(parser: argparse.ArgumentParser) -> None:
@@ -348,10 +313,7 @@ def main() -> None:
             "live": {k: v for part in parts for k, v in part.live_runs(turns).items()},
             "virtual": {k: v for part in parts for k, v in part.simulated().items()},
         }
-    tables = [table_of(cells), capacity_table(found, capacities["capacity_error"])]
-    for key, value in outcome.items():
-        console.print(key, f"{value:.3g}" if isinstance(value, float) else value, highlight=False)
-    finish(args, "sim_fidelity", result, Group(*tables))
+    finish(args, "sim_fidelity", result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from rich.progress import track
-from rich.table import Table
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
@@ -101,16 +100,14 @@ def main() -> None:
     args = options(__doc__, extra=extra)
     rows = measured(read_tables(args.tables), args.tables, QUICK if args.quick else 1)
     result: dict[str, Any] = {}
-    table = Table("", "median", "worst", title="sim_profiles: mean relative error, per cent")
     for phase, goal in GOALS.items():
         for column in ("loo", "roofline"):
             values = [row[column] for row in rows[phase].values() if column in row]
             median, worst = statistics.median(values), max(values)
             result[f"{phase}_{column}_median_pct"] = median
             result[f"{phase}_{column}_worst_pct"] = worst
-            table.add_row(f"{phase}, {column}", f"{median:.1f}", f"{worst:.1f}")
         result[f"{phase}_goal_met"] = result[f"{phase}_loo_median_pct"] <= goal
-    finish(args, "sim_profiles", {**result, **rows}, table)
+    finish(args, "sim_profiles", {**result, **rows})
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ballast.core.event import Output, TokenOutput
 from ballast.core.request import Submission
@@ -80,9 +78,6 @@ def main() -> None:
     runs = [RUNS[n] for n in QUICK] if args.quick else list(RUNS)
     found = [(run, *served(run, profile)) for run in runs]
     lacking = {run: run.ttft - (ttft - answer) for run, ttft, _ in found}
-    table = Table(title="sim_published: simulated over measured, per cent", box=SIMPLE_HEAD)
-    for column in ("run", "TTFT, ms", "off", "left out", "TPOT, ms", "off"):
-        table.add_column(column, justify="left" if column == "run" else "right")
     rows = {}
     by_size: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for run, ttft, tpot in found:
@@ -93,8 +88,6 @@ def main() -> None:
         by_size[run.tp].append((off[0], off[2]))
         name = f"{run.model}/tp{run.tp} {run.workload} {run.rate:g}/s"
         rows[name] = dict(zip(("ttft_pct", "ttft_left_out_pct", "tpot_pct"), off, strict=True))
-        cells = [f"{1e3 * run.ttft:.1f}", *(f"{o:+.1f}" for o in off[:2])]
-        table.add_row(name, *cells, f"{1e3 * run.tpot:.2f}", f"{off[2]:+.1f}")
     result: dict[str, object] = {
         f"{key}_median_pct": statistics.median(abs(row[key + "_pct"]) for row in rows.values())
         for key in ("ttft", "ttft_left_out", "tpot")
@@ -110,7 +103,7 @@ def main() -> None:
         }
         for tp, offs in by_size.items()
     }
-    finish(args, "sim_published", {**result, "rows": rows}, table)
+    finish(args, "sim_published", {**result, "rows": rows})
 
 
 if __name__ == "__main__":

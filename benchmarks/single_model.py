@@ -27,16 +27,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import Samples, finish, options
-from benchmarks.known_gemms import Gemms, Matrix, Reader, kernels, single
+from benchmarks.known_gemms import Gemms, Matrix, Reader, kernels
 from benchmarks.turns import Broken, Contestant, Run, contest
 
 PROMPT, OUTPUT = 128, 128
@@ -48,22 +47,6 @@ WARM_UP_PROMPT, WARM_UP_OUTPUT = {1: PROMPT, 16: 16}, 8
 OURS, GENERATE, CONTINUOUS, VLLM = "ballast", "generate", "continuous", "vllm_cpu"
 VOCAB = 32000
 HEAD_DIM = 64
-
-
-class Shape(Protocol):
-    """A model of which random checkpoints can be made."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kv_bytes_per_token(self) -> int: ...
-
-    def make(self, directory: Path, seed: int = 0) -> int:
-        """Write a random checkpoint; returns its number of parameters."""
-
-    def gemms(self, path: Path, streams: int) -> Gemms:
-        """The matrix products of a decode step of the checkpoint at `path`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +137,7 @@ SIZES = (
 class Phase:
     """One size at one number of streams."""
 
-    size: Shape
+    size: Size
     streams: int
     gemms: Gemms
     reader: Reader
@@ -303,7 +286,7 @@ def prompts(streams: int, length: int) -> list[list[int]]:
 
 
 def measure(
-    size: Shape,
+    size: Size,
     args: argparse.Namespace,
     reader: Reader,
     scratch: Path,
@@ -336,20 +319,11 @@ def measure(
                 RUNS[streams],
             )
             phases.append(phase)
-            Console().print(table([phase]))
         facts = {c.name: c.facts for c in contest_.contestants}
     finally:
         for c in contest_.contestants:
             c.close()
     return phases, {"parameters": parameters, "facts": facts, "failed": contest_.broken}
-
-
-def float32_gemms(size: Size, streams: int) -> float:
-    """Seconds of a step's products in float32, for information."""
-    gemms = Gemms(size.matrices, streams, {"float32": single})
-    for _ in range(3):
-        gemms.measure()
-    return statistics.median(gemms.sums())
 
 
 def against_vllm(phases: Sequence[Phase]) -> dict[str, float]:
@@ -360,31 +334,6 @@ def against_vllm(phases: Sequence[Phase]) -> dict[str, float]:
         "vs_vllm_cpu_decode": min(over["_decode"] for streams, over in found if streams > 1),
         "vs_vllm_cpu_prefill": min(over["_prefill"] for _, over in found),
     }
-
-
-def table(phases: Sequence[Phase], title: str = "single_model") -> Table:
-    """Per model and streams: the engines, then the yardsticks of our decode step."""
-    outcome = Table("", "tokens/s", "ours is", "prefill tok/s", "step, ms", title=title)
-    for phase in phases:
-        outcome.add_section()
-        outcome.add_row(f"[bold]{phase.size.name}, {phase.streams} streams[/bold]")
-        for name in phase.runs:
-            outcome.add_row(
-                name,
-                f"{phase.rate(name):.1f}",
-                f"{phase.rate(OURS) / phase.rate(name):.2f} x",
-                f"{phase.prefill_rate(name):.0f}",
-                f"{phase.step(name) * 1e3:.1f}",
-            )
-        gemm = statistics.median(phase.gemms.sums())
-        outcome.add_row(
-            "matrices alone", "", f"{phase.over_gemm().median:.2f} x", "", f"{gemm * 1e3:.1f}"
-        )
-        speed = statistics.median(phase.bandwidths())
-        outcome.add_row(
-            f"memory, {speed / 1e9:.1f} GB/s", "", f"{phase.of_bandwidth().median:.2f} of it"
-        )
-    return outcome
 
 
 def more_options(parser: argparse.ArgumentParser) -> None:
@@ -417,7 +366,6 @@ def main() -> None:
             outcome[size.name] = {
                 **about,
                 "weight_bytes_read": size.weight_bytes_read,
-                "float32_gemm_seconds": {str(n): float32_gemms(size, n) for n in STREAMS},
                 **{f"streams_{p.streams}": p.to_json() for p in taken},
             }
     largest = next(p for p in phases if p.size is sizes[-1] and p.streams == 1)
@@ -429,7 +377,7 @@ def main() -> None:
     if all(VLLM in p.runs for p in phases):
         result |= against_vllm(phases)
     result |= {"reader": reader.best(), "kernels": list(kernels()), "sizes": outcome}
-    finish(args, "single_model", result, table(phases))
+    finish(args, "single_model", result)
 
 
 if __name__ == "__main__":

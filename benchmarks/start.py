@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from rich.table import Table
 
 from ballast.bench.server_process import children_of
 from ballast.fleet.make import make_fleet
@@ -62,7 +61,7 @@ def main() -> None:
                 for name in Start.__slots__:
                     values[f"{name}.{n}.{when}"] = round(getattr(found, name), 2)
     verdicts = {k: verdict(values.get(k), at_most=most) for k, most in GOALS.items()}
-    finish(args, "start", {**values, "verdicts": verdicts}, _table(values))
+    finish(args, "start", {**values, "verdicts": verdicts})
 
 
 def _sizes(parser: argparse.ArgumentParser) -> None:
@@ -140,18 +139,6 @@ def _processor_seconds(server: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         total += sum(map(int, fields[11:15]))
     return total / _TICKS
-
-
-def _table(values: Mapping[str, float]) -> Table:
-    table = Table()
-    for column in ("models", "start", "/live", "first token", "all serve", "processor"):
-        table.add_column(column)
-    for name in values:
-        kind, n, when = name.split(".")
-        if kind == "live":
-            row = [values[f"{kind}.{n}.{when}"] for kind in Start.__slots__]
-            table.add_row(n, when, *(f"{seconds:.1f} s" for seconds in row))
-    return table
 
 
 if __name__ == "__main__":

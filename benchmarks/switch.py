@@ -3,22 +3,20 @@
 Random Llamas in bfloat16 of 110M and 500M parameters, two of each, in turns: each request needs the
 model that is not there, in host memory, and the other has to go. 16 prompt tokens, over HTTP
 (`ballast serve` in a process of its own, a stream of events), nothing else asked meanwhile.
-Beside it the same request again, to the model that is there then. Three servers in turns: one moves
-page tables, one maps and unmaps every page anew, as Ballast did before and does where Linux cannot
-move them; both evict models whole. The third has memory for one model and two thirds of the other,
-so that a third of each has to come back, its last layers.
+Beside it the same request again, to the model that is there then. Two servers in turns: one
+evicts models whole; the other has memory for one model and two thirds of the other, so that a third
+of each has to come back, its last layers.
 
-`switch_ms_110m`, `switch_ms_500m`: medians, page tables moved. `over_mapping_anew`: medians of the
-rounds' ratios. `copy_of_bandwidth`: of the 500M model, the seconds in which this machine copies as
-many bytes from memory to memory, over those that the absence of a model adds to a first token
-(eviction, page tables and all else included): 1 is as fast as memory allows.
+`switch_ms_110m`, `switch_ms_500m`: medians. `copy_of_bandwidth`: of the 500M model, the seconds in
+which this machine copies as many bytes from memory to memory, over those that the absence of a
+model adds to a first token (eviction, page tables and all else included): 1 is as fast as memory
+allows.
 `third_of_whole_110m`, `third_of_whole_500m`: what the absence of a third adds to a first token,
 over what that of the whole adds; medians of the rounds' ratios.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import tempfile
@@ -30,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from ballast.bench.server_process import serving
 from ballast.fleet.text import documents
@@ -40,15 +37,7 @@ from benchmarks.raw_http import Connections
 from benchmarks.single_model import SIZES, Size
 
 PROMPT, NEW = 16, 4
-MOVED, ANEW, THIRD = KINDS = "moved", "anew", "third"
-_ANEW = """
-import sys
-if any("ballast" in a for a in sys.orig_argv):
-    from ballast.memory import syscalls
-    syscalls.can_move_page_tables = lambda: False
-    syscalls.is_present = lambda address, n_bytes: False
-"""
-"""Run by every Python of the other server as it starts."""
+WHOLE, THIRD = KINDS = "whole", "third"
 
 
 def fleet_files(size: Size, directory: Path) -> tuple[dict[str, Path], int]:
@@ -66,25 +55,18 @@ def fleet_files(size: Size, directory: Path) -> tuple[dict[str, Path], int]:
             f"devices: [{{budget: {(budget >> 20) + 32}MiB, prefix_cache: false}}]\n"
             "models: [{name: a, path: a}, {name: b, path: b}]\n"
         )
-    return {MOVED: whole[0], ANEW: whole[0], THIRD: third[0]}, weights
+    return {WHOLE: whole[0], THIRD: third[0]}, weights
 
 
 @contextmanager
-def servers(files: dict[str, Path], scratch: Path) -> Iterator[dict[str, Connections]]:
+def servers(files: dict[str, Path]) -> Iterator[dict[str, Connections]]:
     """One of each kind."""
-    site = scratch / "site"
-    site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(_ANEW)
-    before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(site), *([before] if before else [])])
     with ExitStack() as stack:
         found = {}
         for kind, file in files.items():
-            environment = dict(os.environ) | ({"PYTHONPATH": path} if kind == ANEW else {})
-            running = stack.enter_context(
-                serving(file, "--log-level", "warning", "--no-changes", environment=environment)
-            )
-            found[kind] = stack.enter_context(Connections(running.url, 1))
+            served = serving(file, "--log-level", "warning", "--no-changes")
+            url = stack.enter_context(served).url
+            found[kind] = stack.enter_context(Connections(url, 1))
         yield found
 
 
@@ -133,7 +115,7 @@ def measure(size: Size, rounds: int, scratch: Path) -> dict[str, Any]:
     copying = Copying(weights)
     drawn = random.Random(0)
     seen: dict[str, list[float]] = {}
-    with servers(files, directory) as found:
+    with servers(files) as found:
         for i in range(rounds + 1):
             for kind in KINDS[:: 1 if i % 2 == 0 else -1]:
                 times: dict[str, list[float]] = {"cold": [], "warm": []}
@@ -150,27 +132,16 @@ def measure(size: Size, rounds: int, scratch: Path) -> dict[str, Any]:
     samples = {name: Samples(tuple(values)) for name, values in seen.items()}
     bringing, third = (
         [c - w for c, w in zip(seen[f"{kind}, cold"], seen[f"{kind}, warm"], strict=True)]
-        for kind in (MOVED, THIRD)
+        for kind in KINDS
     )
     return {
         "weights_bytes": weights,
         "milliseconds": {
             name: [1e3 * v for v in (s.median, *s.spread)] for name, s in samples.items()
         },
-        "over_mapping_anew": samples[f"{MOVED}, cold"].over(samples[f"{ANEW}, cold"]).median,
         "copy_of_bandwidth": samples["copy"].over(Samples(tuple(bringing))).median,
         "third_of_whole": Samples(tuple(third)).over(Samples(tuple(bringing))).median,
     }
-
-
-def show(result: dict[str, dict[str, Any]]) -> Table:
-    table = Table("", *result, title="first token, ms: medians of rounds (quartiles)")
-    for row in next(iter(result.values()))["milliseconds"]:
-        cells = (of["milliseconds"][row] for of in result.values())
-        table.add_row(row, *(f"{m:.1f} ({low:.1f}-{high:.1f})" for m, low, high in cells))
-    for row in ("over_mapping_anew", "copy_of_bandwidth", "third_of_whole"):
-        table.add_row(row.replace("_", " "), *(f"{of[row]:.2f}" for of in result.values()))
-    return table
 
 
 def main() -> None:
@@ -179,12 +150,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         sizes = {size.name: measure(size, rounds, Path(scratch)) for size in SIZES}
     keys = {
-        f"switch_ms_{name.lower()}": of["milliseconds"][f"{MOVED}, cold"][0]
+        f"switch_ms_{name.lower()}": of["milliseconds"][f"{WHOLE}, cold"][0]
         for name, of in sizes.items()
     }
     keys |= {f"third_of_whole_{n.lower()}": of["third_of_whole"] for n, of in sizes.items()}
     keys["copy_of_bandwidth"] = sizes[SIZES[-1].name]["copy_of_bandwidth"]
-    finish(args, "switch", {**keys, "rounds": rounds, "sizes": sizes}, show(sizes))
+    finish(args, "switch", {**keys, "rounds": rounds, "sizes": sizes})
 
 
 if __name__ == "__main__":

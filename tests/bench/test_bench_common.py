@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks.common import Samples, finish, flatten, interleave, machine, options, write_json
+from benchmarks.common import (
+    Samples,
+    finish,
+    flatten,
+    interleave,
+    machine,
+    options,
+    result_table,
+    write_json,
+)
 
 
 def test_variants_take_turns_in_both_orders() -> None:
@@ -71,6 +82,21 @@ def test_json_refuses_what_is_no_number(tmp_path: Path) -> None:
         write_json(tmp_path / "x.json", {"a": float("nan")})
     with pytest.raises(TypeError, match="no place"):
         write_json(tmp_path / "x.json", {"a": object()})
+
+
+def test_records_with_the_same_fields_are_rows_of_one_table() -> None:
+    found = {
+        "ok": True,
+        "by": {"a": {"x": 1.5, "n": 2}, "b": {"x": 2.5, "n": [3, 4]}},
+        "one": {"y": 7},
+    }
+    written = io.StringIO()
+    Console(file=written, width=80).print(result_table("thing", found))
+    shown = [line.strip("│ ").split() for line in written.getvalue().splitlines()]
+    assert ["ok", "│", "True"] in shown
+    assert ["one.y", "│", "7"] in shown
+    assert ["by.a", "│", "1.5", "│", "2"] in shown
+    assert ["by.b", "│", "2.5", "│", "3,", "4"] in shown
 
 
 def test_flatten() -> None:

@@ -14,14 +14,13 @@ from benchmarks.known_gemms import (
     packed,
     panels,
     plain,
-    single,
 )
 
 
-@pytest.mark.parametrize("kernel", [plain, packed, panels, single])
+@pytest.mark.parametrize("kernel", [plain, packed, panels])
 @pytest.mark.parametrize("rows", [1, 16])
 def test_kernels_compute_the_product(kernel: Kernel, rows: int) -> None:
-    if kernel is not single and kernel not in kernels().values():
+    if kernel not in kernels().values():
         pytest.skip("oneDNN packs no bfloat16 on this CPU")
     torch.manual_seed(rows)
     weight, x = torch.randn(192, 160).bfloat16(), torch.randn(rows, 160).bfloat16()

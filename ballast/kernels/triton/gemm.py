@@ -42,7 +42,7 @@ TILES = (
     (0.0, Tile(64, 32, 128, 7, 4)),
 )
 """The first of which there are at least so many per multiprocessor is taken: the best for an 8B
-model's matrices on an H200 (`benchmarks/gpu_invariant.py --tiles`)."""
+model's matrices on an H200."""
 ONE_CHAIN = ((8, 0), (9, 0))
 """Compute capabilities on which all of `TILES` fit into shared memory and take one kind of matrix
 instruction, so that they give the same bits: seen on 9.0."""
