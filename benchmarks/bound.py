@@ -7,17 +7,22 @@ per request), preempt requests again and again (preemptions per request), or ser
 nothing while the others are served: of a model with `LEAST_REQUESTS` or more that has a place, the
 share of requests that are answered in time to its levels stretched by `STRETCH` is at least
 `WORST_MODEL` of the mean over all requests. `violations` counts the runs beyond a bound.
+
+`--kept FILE` keeps each outcome as it comes, with its code's commit; a later call with this file
+runs what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +37,7 @@ from ballast.policy.presets import PRESETS, resolve
 from ballast.sim.cluster import parse_kinds
 from ballast.sim.model_catalogue import catalogue
 from ballast.workload.workload import Workload
-from benchmarks.common import finish, options
+from benchmarks.common import commit, finish, options
 
 SEEDS = 40
 SECONDS = 20.0
@@ -173,23 +178,52 @@ def _in_stretched_levels(record: RequestRecord) -> bool:
     return ttft <= STRETCH * SLO.ttft and (tpot or 0.0) <= STRETCH * SLO.tpot
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Outcomes of earlier calls, one JSON object a line; without a path none."""
+
+    path: Path | None
+
+    def outcomes(self) -> dict[tuple[str, int], Outcome]:
+        """By preset and seed."""
+        if self.path is None or not self.path.exists():
+            return {}
+        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return {(row["preset"], row["seed"]): Outcome(**row["outcome"]) for row in rows}
+
+    def add(self, preset: str, seed: int, found: Outcome) -> None:
+        """Append one outcome."""
+        if self.path is None:
+            return
+        row = {"preset": preset, "seed": seed, "commit": commit(), "outcome": asdict(found)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seeds", type=int, default=SEEDS)
         parser.add_argument("--first", type=int, default=0, help="seed of the first world")
         parser.add_argument("--presets", default=",".join(PRESETS))
         parser.add_argument("--processes", type=int, default=2)
+        parser.add_argument("--kept", type=Path, metavar="FILE", help="keep outcomes here, go on")
 
     args = options(__doc__, argv, extra)
     presets = args.presets.split(",")
     seeds = range(args.first, args.first + (6 if args.quick else args.seeds))
     console = Console(width=160)
     context = multiprocessing.get_context("spawn")
+    kept = Kept(args.kept)
+    done = kept.outcomes()
+    runs = [(p, seed) for seed in seeds for p in presets]
+    found: dict[str, dict[int, Outcome]] = {p: {} for p in presets}
     with ProcessPoolExecutor(args.processes, context) as pool:
-        jobs = {(p, seed): pool.submit(run, p, seed) for seed in seeds for p in presets}
-        found: dict[str, dict[int, Outcome]] = {p: {} for p in presets}
-        for (preset, seed), job in jobs.items():
-            found[preset][seed] = one = job.result()
+        jobs = {key: pool.submit(run, *key) for key in runs if key not in done}
+        for preset, seed in runs:
+            key = preset, seed
+            found[preset][seed] = one = done[key] if key in done else jobs[key].result()
+            if key not in done:
+                kept.add(preset, seed, one)
             if one.beyond:
                 console.print(f"{preset}, seed {seed}: {', '.join(one.beyond)}: {one}")
     beyond = {p: {s: o.beyond for s, o in of.items() if o.beyond} for p, of in found.items()}

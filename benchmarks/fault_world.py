@@ -270,6 +270,8 @@ class FaultWorld:
         """Servers that have begun."""
         self._asking = n_requests
         """Requests that are yet to come, or to come again."""
+        self._resting = False
+        """Whether all is over but for the spare worker: no worker does anything more."""
         self._homes: list[tuple[str, Role, list[str]]] = []
         """The devices of the fleet file, with their models."""
         self.spite = random.Random(-seed - 2) if seed % SPITEFUL == SPITEFUL - 1 else None
@@ -371,6 +373,7 @@ class FaultWorld:
                 break
         while self.timers.now() < HORIZON and self._holding and self.timers.step():
             pass
+        self._resting = True
         while self.timers.now() < HORIZON and not self.reserve.ready and self.timers.step():
             pass
 
@@ -761,11 +764,16 @@ class FaultWorld:
 
     def _report_later(self, device: FaultDevice, process: Worker) -> None:
         def report() -> None:
-            if process.alive and process is device.process and not process.hung:
+            if self._goes_on(device, process):
                 self._send(device, partial(self._reported, device, self._report(device)), up=True)
                 self.timers.call_later(REPORT_SECONDS, report)
 
         self.timers.call_later(REPORT_SECONDS, report)
+
+    def _goes_on(self, device: FaultDevice, process: Worker) -> bool:
+        """Return whether a worker does what it does again and again."""
+        here = process.alive and process is device.process
+        return here and not process.hung and not self._resting
 
     def _reported(self, device: FaultDevice, report: DeviceReport) -> None:
         device.report = report
@@ -860,7 +868,7 @@ class FaultWorld:
 
     def _compute_later(self, device: FaultDevice, process: Worker) -> None:
         def compute() -> None:
-            if process.alive and process is device.process and not process.hung:
+            if self._goes_on(device, process):
                 self._compute(device)
                 process.memory.step(self.timers.now())
                 self._let_go(process)
