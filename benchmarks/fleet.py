@@ -1,4 +1,5 @@
-"""How much of real traces one budget serves: `static`, `swap`, `lru`, `recompute`, `balloon`.
+"""How much of real traces one budget serves: `static`, `swap`, `lru`, `recompute`, `balloon`,
+`ballast`.
 
 Eight models, a paced link. Cases: 300 s of LMSYS Chatbot Arena (22 models folded onto the eight by
 popularity; lengths scaled, as printed) as a whole and in windows of 60 s; arrivals of an image
@@ -12,6 +13,7 @@ Every preset may use either order of compute, `round-robin` or `deadline`: its b
 and all are compared under `deadline` as well. The budget is 40 % of all weights + peak KV (eight of
 the longest requests of every model); `ceiling` is `balloon` with memory for everything; `bound`, on
 whole traces, is what orders make of that which know the future (`benchmarks.clairvoyant`).
+`--presets` runs some presets alone, without these two.
 
 Service levels: TTFT 5x and TPOT 2x the P95 that each model has with memory for everything and in
 turns, at 0.35 times the Arena's rate, in the world in which they are judged: in virtual time for
@@ -70,9 +72,7 @@ SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)
 LOW_LOAD = 0.35
 TURNS = "balloon+round-robin"
 """The preset that service levels come from: no order that knows of levels."""
-COMPARED_PRESETS = ("static", "swap", "lru", "recompute", "balloon")
-COMPARED = defaults(*(f"{p}+{o}" for p in COMPARED_PRESETS for o in TURNS_AND_DEADLINES))
-ROWS = tuple(COMPARED.rows)
+COMPARED_PRESETS = ("static", "swap", "lru", "recompute", "balloon", "ballast")
 CEILING = tuple(f"ceiling+{o}" for o in TURNS_AND_DEADLINES)
 TARGET = TARGETS[0]
 WINDOW = 60.0
@@ -205,13 +205,17 @@ def whole_bytes(setting: Setting) -> int:
 
 
 def virtual_curves(
-    world: World, found: Sequence[Case], workers: int, console: Console
+    world: World, found: Sequence[Case], presets: Sequence[str], workers: int, console: Console
 ) -> dict[str, dict[str, Curve]]:
-    """By row and case. Runs are independent: in so many processes."""
+    """By row and case; ceiling and bound beside all presets. Runs are independent: in so many
+    processes."""
     jobs: dict[tuple[str, str], Callable[[], Curve]] = {}
+    compared = defaults(*(row for preset in presets for row in rows_of(preset)))
     for case in found:
-        for preset in ROWS:
+        for preset in compared.rows:
             jobs[preset, case.name] = partial(world.row, case, preset, BUDGET)
+        if tuple(presets) != COMPARED_PRESETS:
+            continue
         for row, order in zip(CEILING, TURNS_AND_DEADLINES, strict=True):
             jobs[row, case.name] = partial(world.row, case, f"balloon+{order}", 1)
         if not case.window:
@@ -244,11 +248,17 @@ def summary(
     rows: Callable[[str], tuple[str, ...]] = rows_of,
 ) -> dict[str, Ratios]:
     """Ratios at one target, each preset in the better one of its `rows`."""
-    rates = {p: rates_of(curves, rows(p), target) for p in (*COMPARED_PRESETS, "ceiling")}
-    bound = rates_of(curves, ("bound",), target)
-    found = {f"balloon_over_{p}": ratios(rates["balloon"], rates[p]) for p in rates}
-    del found["balloon_over_balloon"]
-    found["of_bound"] = ratios({case: rates["balloon"][case] for case in bound}, bound)
+    there = [p for p in (*COMPARED_PRESETS, "ceiling") if rows(p)[0] in curves]
+    rates = {p: rates_of(curves, rows(p), target) for p in there}
+    found = {
+        f"{of}_over_{p}": ratios(rates[of], rates[p])
+        for of in ("balloon", "ballast")
+        for p in there
+        if of in there and of != p
+    }
+    if "bound" in curves:
+        bound = rates_of(curves, ("bound",), target)
+        found["of_bound"] = ratios({case: rates["balloon"][case] for case in bound}, bound)
     return found
 
 
@@ -412,6 +422,7 @@ def extra(parser: argparse.ArgumentParser) -> None:
     parts.add_argument("--virtual-only", action="store_true", help="no live runs")
     parts.add_argument("--live-only", action="store_true", help="no virtual runs beyond its own")
     parser.add_argument("--whole", action="store_true", help="whole traces alone, no windows")
+    parser.add_argument("--presets", default=",".join(COMPARED_PRESETS), help="compare these alone")
     parser.add_argument("--sweeps", action="store_true", help="also over budgets and links")
 
 
@@ -431,7 +442,10 @@ def main() -> None:
             console.print(
                 f"{case.name}: {case.n_requests} requests, {case.workloads[0].describe()}"
             )
-        curves = {} if args.live_only else virtual_curves(world, found, args.workers, console)
+        presets = args.presets.split(",")
+        curves: dict[str, dict[str, Curve]] = {}
+        if not args.live_only:
+            curves = virtual_curves(world, found, presets, args.workers, console)
         live = None
         if not (args.virtual_only or args.quick or args.whole):
             windows = [case for case in found if case.window]
@@ -449,7 +463,7 @@ def main() -> None:
         **{
             f"{n}.{key}": getattr(r, key) for n, r in at_target.items() for key in ("mean", "worst")
         },
-        "of_bound": at_target["of_bound"].mean if at_target else None,
+        "of_bound": at_target["of_bound"].mean if "of_bound" in at_target else None,
         "live.balloon_over_lru": live["balloon_over_lru"] if live else None,
     }
     result: dict[str, Any] = {
@@ -513,7 +527,7 @@ def tables(result: Mapping[str, Any]) -> Group:
 def _ratio_table(order: str, by_target: Mapping[str, Mapping[str, Any]]) -> Table:
     """Ratios by trace and target; where a side lies at an edge of the grid, the bound in words."""
     title = "each preset in its better order" if order == "better" else f"all under {order}"
-    some = next(iter(by_target.values()))["balloon_over_lru"]
+    some = next(iter(next(iter(by_target.values())).values()))
     names = [*some["by_case"], *some["edges"]]
     table = _plain_table("", "target", *names, title=f"ratios of rates, {title}")
     for name in next(iter(by_target.values())):

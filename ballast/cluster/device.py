@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.worker.worker_link import WorkerSource
@@ -47,38 +48,23 @@ STEADY_SECONDS = 60.0
 started without delay."""
 
 
-class PendingCommands:
-    """The commands that the present worker has not answered, by id."""
+Answered = Callable[[CommandOutcome], object]
 
-    def __init__(self, send: Callable[[CommandMsg], None]) -> None:
-        self._send = send
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[Command, asyncio.Future[CommandOutcome]]] = {}
 
-    def send(self, command: Command, by: str) -> asyncio.Future[CommandOutcome]:
-        """Send a command; return a future of its outcome, which raises Unavailable if the worker
-        dies first."""
-        outcome: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
-        id = next(self._numbers)
-        self._pending[id] = command, outcome
-        self._send(CommandMsg.of(id, command, by))
-        return outcome
+async def outcome_of(begin: Callable[[Answered], object]) -> CommandOutcome:
+    """Return the outcome that what `begin` begins is answered with. It goes on if its caller does
+    not wait. Raises Unavailable for one that is `unavailable`."""
+    ended: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
 
-    def done(self, message: CommandDoneMsg) -> Command | None:
-        """Resolve a command by its answer; returns the command, or None for one that is unknown."""
-        command, outcome = self._pending.pop(message.id, (None, None))
-        if outcome is not None and not outcome.done():
-            outcome.set_result(message.outcome)
-        return command
+    def end(outcome: CommandOutcome) -> None:
+        if not ended.done():  # its caller may have been cancelled
+            ended.set_result(outcome)
 
-    def fail(self, reason: str) -> None:
-        """Fail all commands with Unavailable: none of them will be answered."""
-        for command, outcome in self._pending.values():
-            if not outcome.done():
-                what = f"{command.verb} was not done: {reason}"
-                outcome.set_exception(Unavailable(what))
-                outcome.exception()  # its caller may be gone: no warning
-        self._pending.clear()
+    begin(end)
+    outcome = await ended
+    if outcome.code == "unavailable":
+        raise Unavailable(outcome.reason)
+    return outcome
 
 
 def _as_loaded(model: ModelSettings) -> ModelSettings:
@@ -101,9 +87,9 @@ class RemoteDevice(DeviceRecord):
         self._workers = workers
         self.worker = workers.first(name)
         self._observers = tuple(observers)
-        self._commands = PendingCommands(lambda command: self.worker.send(command))
-        self._orders: set[asyncio.Future[None]] = set()
-        """Orders that have not been answered."""
+        self._numbers = itertools.count(1)
+        self._commands: dict[int, tuple[Command, Answered]] = {}
+        """Those that the present worker has not answered, by id, each with what to call then."""
         self._supervisor: asyncio.Task[None] | None = None
         self.kept = False
         """Whether it served models before this server started."""
@@ -142,42 +128,36 @@ class RemoteDevice(DeviceRecord):
     def tell(self, message: ToWorker) -> None:
         self.worker.send(message)
 
-    def order(
-        self,
-        command: Command,
-        answered: Callable[[CommandOutcome], object],
-        by: str = OPERATOR,
-    ) -> None:
-        async def carry_out() -> None:
-            try:
-                outcome = await self.command(command, by)
-            except Unavailable as error:
-                outcome = CommandOutcome("unavailable", str(error))
-            answered(outcome)
+    def order(self, command: Command, answered: Answered, by: str = OPERATOR) -> None:
+        # Whoever orders has returned by then, and what fails there does not end the supervision.
+        later = partial(asyncio.get_running_loop().call_soon, answered)
+        down = self.down or ("the server is stopping" if self._ending else None)
+        if down is not None:
+            later(CommandOutcome("unavailable", down))
+        elif isinstance(command, Remove) and self._is_without(command.model):
+            outcome = CommandOutcome(specs=dict(self.specs))
+            self._carried_out(command, outcome)
+            later(outcome)
+        else:
+            id = next(self._numbers)
+            self._commands[id] = command, later
+            self.worker.send(CommandMsg.of(id, command, by))
 
-        order = asyncio.ensure_future(carry_out())
-        self._orders.add(order)
-        order.add_done_callback(self._orders.discard)
+    def _is_without(self, model: str) -> bool:
+        """Whether a model of its fleet is not served, as it could not be loaded."""
+        known = {m.name for m in self.fleet.models} | self.failed.keys()
+        return model in known.difference(self.specs)
 
-    def kill(self, why: str) -> None:
-        self.worker.kill(why)
-
-    async def command(self, command: Command, by: str = OPERATOR) -> CommandOutcome:
-        """Have the worker carry out a command that `by` ordered; later ones start with its result.
+    async def command(self, command: Command) -> CommandOutcome:
+        """Have the worker carry out an operator's command; later ones start with its result.
 
         Raises Unavailable where no worker serves, or it dies before it has answered: the next
         worker then starts with the fleet as it was.
         """
-        if self.down is not None:
-            raise Unavailable(self.down)
-        if self._ending:
-            raise Unavailable("the server is stopping")
-        known = {m.name for m in self.fleet.models} | self.failed.keys()
-        if isinstance(command, Remove) and command.model in known.difference(self.specs):
-            outcome = CommandOutcome(specs=dict(self.specs))  # it could not be loaded
-            self._carried_out(command, outcome)
-            return outcome
-        return await self._commands.send(command, by)
+        return await outcome_of(partial(self.order, command))
+
+    def kill(self, why: str) -> None:
+        self.worker.kill(why)
 
     async def load(self, settings: ModelSettings) -> CommandOutcome:
         """Load a model of the fleet on the device that has started without it. One that cannot be
@@ -186,7 +166,7 @@ class RemoteDevice(DeviceRecord):
         if settings.name in self.specs and _as_loaded(settings) in here:
             return CommandOutcome(specs=dict(self.specs))  # since before this server
         outcome = await self.command(Add(settings, at_start=True))
-        if outcome.code is not None and outcome.code != "unavailable":
+        if outcome.code is not None:
             self.fleet = Add(settings).applied(self.fleet)
             base = f"its base {settings.name} is not served"
             adapters = dict.fromkeys((a.name for a in settings.adapters), base)
@@ -216,7 +196,7 @@ class RemoteDevice(DeviceRecord):
             self.worker.send(StopMsg("the server is stopping"))
             await self._wait_until_drained(patience)
         self.requests.fail_all("unavailable", "the server is stopping")
-        self._commands.fail("the server is stopping")
+        self._fail_commands("the server is stopping")
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
         await self.worker.close(patience if self._drained.is_set() else 0.0)
@@ -253,7 +233,7 @@ class RemoteDevice(DeviceRecord):
         except Exception as error:  # of any kind: no request may wait for ever
             log.exception("workers cannot be supervised")
             self._give_up(f"{type(error).__name__}: {error}")
-            self._commands.fail(f"{self.lost}")
+            self._fail_commands(f"{self.lost}")
 
     async def _listen(self) -> str:
         """Handle the worker's messages until it has ended; return how it ended."""
@@ -278,9 +258,10 @@ class RemoteDevice(DeviceRecord):
                     observer.reported(self)
                 self._remember(message)
             case CommandDoneMsg():
-                command = self._commands.done(message)
-                if command is not None:
+                if (done := self._commands.pop(message.id, None)) is not None:
+                    command, answered = done
                     self._carried_out(command, message.outcome)
+                    answered(message.outcome)
             case LeaseMsg() | PeerReportMsg():
                 for observer in self._observers:
                     observer.lending_message(self, message)
@@ -312,7 +293,7 @@ class RemoteDevice(DeviceRecord):
     def _mourn(self, why: str) -> None:
         """Note the worker's death: its requests wait for the next worker, or move elsewhere."""
         why = f"the worker is gone ({why})"
-        self._commands.fail(why)
+        self._fail_commands(why)
         if not self._ending:
             waiting = len(self.requests.sent)
             log.error("%s: %s; %d requests wait for the next", self.name, why, waiting)
@@ -352,6 +333,13 @@ class RemoteDevice(DeviceRecord):
             self._notify_death(())
         finally:
             self.requests.fail_all(WORKER_LOST, why)
+
+    def _fail_commands(self, reason: str) -> None:
+        """Answer all commands: the worker will not."""
+        pending, self._commands = self._commands, {}
+        for command, answered in pending.values():
+            what = f"{command.verb} was not done: {reason}"
+            answered(CommandOutcome("unavailable", what))
 
     def _notify_death(self, in_flight: Collection[str]) -> None:
         for observer in self._observers:

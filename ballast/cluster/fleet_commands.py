@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from math import inf
 
-from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device import RemoteDevice, outcome_of
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.output_stream import OutputStream
@@ -22,7 +22,7 @@ from ballast.control.device_orders import DeviceOrders
 from ballast.control.order_events import ActionDone
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import RequestRouter
-from ballast.core.errors import ConfigError, Unavailable
+from ballast.core.errors import ConfigError
 from ballast.core.fleet import Need, Room
 from ballast.core.fleet_orders import LendPages, RecallPages
 from ballast.core.fleet_state import CommandOutcome
@@ -54,17 +54,7 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         """Carry out an operator's order, on `device` alone where it is given; returns its outcome.
         The order goes on if its caller does not wait. Raises Unavailable where a device that it
         needs does not serve, or dies before it has answered."""
-        ended: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
-
-        def end(outcome: CommandOutcome) -> None:
-            if not ended.done():  # its caller may have been cancelled
-                ended.set_result(outcome)
-
-        self.order(order, end, device)
-        outcome = await ended
-        if outcome.code == "unavailable":
-            raise Unavailable(outcome.reason)
-        return outcome
+        return await outcome_of(lambda ended: self.order(order, ended, device))
 
     async def lend(self, lender: str, borrower: str, n_bytes: int) -> CommandOutcome:
         """Have a device lend `n_bytes` of free pages, rounded down to whole pages. As `execute`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.bound import PREEMPTIONS, STALL, WORST_MODEL, Outcome, world
+from benchmarks.bound import PREEMPTIONS, STALL, WORST_MODEL, Kept, Outcome, world
 
 GOOD = Outcome(
     requests=100,
@@ -32,6 +33,17 @@ GOOD = Outcome(
 )
 def test_what_is_beyond_a_bound_is_named(change: dict[str, float], beyond: list[str]) -> None:
     assert replace(GOOD, **change).beyond == beyond  # type: ignore[arg-type]
+
+
+def test_outcomes_that_were_kept_are_there_for_a_later_call(tmp_path: Path) -> None:
+    assert Kept(None).outcomes() == {}
+    kept = Kept(tmp_path / "outcomes.jsonl")
+    assert kept.outcomes() == {}
+    worse = replace(GOOD, preemptions=3.0)
+    kept.add("lru", 4, GOOD)
+    Kept(None).add("lru", 5, worse)
+    kept.add("swap", 4, worse)
+    assert kept.outcomes() == {("lru", 4): GOOD, ("swap", 4): worse}
 
 
 def test_a_seed_draws_the_same_world_and_another_one_another() -> None:

@@ -11,7 +11,6 @@ from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.clairvoyant import HORIZON, Future
 from benchmarks.fleet import (
     COMPARED_PRESETS,
-    ROWS,
     TARGET,
     Climb,
     brought_to,
@@ -79,15 +78,18 @@ def test_ratios_say_what_they_are_bounds_of() -> None:
 
 
 def test_every_preset_has_both_orders_and_its_better_one_counts() -> None:
-    assert {resolve(row).order for row in ROWS} == {"round-robin", "deadline"}
     for preset in COMPARED_PRESETS:
         assert [resolve(row).order for row in rows_of(preset)] == ["round-robin", "deadline"]
     slow, fast = Curve({1.0: 1.0, 2.0: 0.0}), Curve({1.0: 1.0, 2.0: 1.0, 4.0: 0.0})
     for better in rows_of("swap"):
-        rows = [*ROWS, *rows_of("ceiling"), "bound"]
+        presets = (*COMPARED_PRESETS, "ceiling")
+        rows = [*(row for preset in presets for row in rows_of(preset)), "bound"]
         curves = {row: {"a": fast if row == better else slow} for row in rows}
         found = summary(curves, 0.99)["balloon_over_swap"]
         assert found.mean == pytest.approx(slow.rate_at(0.99) / fast.rate_at(0.99))
+        assert "of_bound" in summary(curves, 0.99)
+        some = {row: curves[row] for p in ("balloon", "swap") for row in rows_of(p)}
+        assert summary(some, 0.99) == {"balloon_over_swap": found}
         equal = summary(curves, 0.99, equal_rows)["balloon_over_swap"]
         assert equal.mean == (found.mean if better == "swap+deadline" else pytest.approx(1.0))
 

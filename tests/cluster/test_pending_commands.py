@@ -12,6 +12,7 @@ from ballast.core.actions import ActivateCommand, Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.event import FinishedOutput
+from ballast.core.fleet_state import CommandOutcome
 from ballast.core.settings import AdapterSettings, FleetSettings, ModelSettings, Slo
 from tests.cluster.test_crash import kill, until_down
 from tests.cluster.worker.test_worker import FLEET, all_of, running, submission
@@ -127,6 +128,24 @@ def test_an_order_that_a_worker_dies_of_fails_and_is_not_repeated() -> None:
                 await asyncio.sleep(0.01)
             assert (controller.devices.fleet, list(controller.devices.specs)) == (FLEET, ["a"])
             assert (await controller.commands.execute(ActivateCommand("a"))).code is None
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_on_an_answer_does_not_end_the_device() -> None:
+    async def scenario() -> None:
+        seen: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: seen.append(str(context["exception"])))
+
+        def fails(outcome: CommandOutcome) -> None:
+            raise RuntimeError("a test")
+
+        async with running() as (controller, _):
+            (device,) = controller.devices.values()
+            device.order(ActivateCommand("a"), fails)
+            assert (await controller.commands.execute(ActivateCommand("a"))).code is None
+            assert (seen, device.down) == (["a test"], None)
 
     asyncio.run(scenario())
 

@@ -103,6 +103,35 @@ def test_everything_is_answered_by_the_models_device(preset: str) -> None:
         device.state.pool.validate()
 
 
+def test_requests_of_one_instant_are_spread_over_the_devices(tmp_path: Path) -> None:
+    """Each is routed by what the ones before it got, though the device has not heard of them."""
+    homes = tmp_path / "homes.toml"
+    homes.write_text("[homes]\nm0 = [0, 1, 2, 3]\n")
+    where: Counter[tuple[str, str]] = Counter()
+
+    def received(device: str, at: float, output: Output) -> None:
+        if isinstance(output, FinishedOutput):
+            where[output.request_id[:1], device] += 1
+
+    files = read_cluster_files(None, str(homes), None)
+    four = parse_kinds("4xH100-80G")
+    cluster = Cluster(four, [spec("m0")], resolve("recompute"), received, files=files)
+    bursts = [
+        Submission(
+            id=f"{burst}-{i}",
+            model="m0",
+            prompt=(1 + 40 * burst + i,) * 400,
+            max_tokens=20,
+            arrival=3.0 * burst,
+            ignore_eos=True,
+        )
+        for burst in range(3)
+        for i in range(40)
+    ]
+    cluster.run(bursts)
+    assert where == {(str(burst), name): 10 for burst in range(3) for name in cluster.devices}
+
+
 def test_a_model_that_is_too_large_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"'big'.*GiB are missing"):
         Cluster(

@@ -5,6 +5,7 @@ The admission policy of preset `superinfer`. Reorders within each model's queue;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ballast.core.actions import Decision, Reorder
@@ -56,8 +57,23 @@ def back_by(view: DeviceView, m: ModelView, r: RequestView) -> float:
 def restoring_seconds(view: DeviceView, m: ModelView, r: RequestView) -> float:
     """Return the seconds until a preempted request has its KV again: copied from a tier below the
     device where KV is kept, or computed, whatever takes less."""
-    tokens = max(r.computed, r.tokens - 1)
-    computing = m.costs.prefill_seconds(tokens)
+    return min(_computing_seconds(m, r), _fetching_seconds(view, m, r))
+
+
+def is_fetched(view: DeviceView, m: ModelView, r: RequestView) -> bool:
+    """Return whether a preempted request's KV is copied from a tier rather than computed."""
+    return _fetching_seconds(view, m, r) < _computing_seconds(m, r)
+
+
+def _computing_seconds(m: ModelView, r: RequestView) -> float:
+    return m.costs.prefill_seconds(_tokens(r))
+
+
+def _fetching_seconds(view: DeviceView, m: ModelView, r: RequestView) -> float:
     if not (rate := view.kv_fetch_bytes_per_second):
-        return computing
-    return min(computing, copy_seconds(tokens * m.spec.kv_bytes_per_token, rate) + OVERHEAD_SECONDS)
+        return math.inf
+    return copy_seconds(_tokens(r) * m.spec.kv_bytes_per_token, rate) + OVERHEAD_SECONDS
+
+
+def _tokens(r: RequestView) -> int:
+    return max(r.computed, r.tokens - 1)

@@ -12,7 +12,7 @@ from functools import partial
 
 from ballast.core.actions import Preempt
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
-from ballast.policy.admission.turns_by_slack import back_by, restoring_seconds
+from ballast.policy.admission.turns_by_slack import back_by, is_fetched, restoring_seconds
 from ballast.policy.market.claim_and_offer import Claim, Offer, Source
 from ballast.policy.memory.recompute import Recompute
 
@@ -23,7 +23,8 @@ class Rotary(Recompute):
     first, for requests whose next token is due earlier.
 
     Their KV goes to the tiers below the device, where there are any and it comes back sooner than
-    it is computed. The admission policy `TurnsBySlack` lets them rest, and come back in time.
+    it is computed; where it has to be computed again, a request makes way in this way once. The
+    admission policy `TurnsBySlack` lets them rest, and come back in time.
     """
 
     lead: float = 0.5
@@ -59,6 +60,7 @@ def _by_slack(view: DeviceView) -> Sequence[tuple[float, ModelView, RequestView]
         if m.residency is Residency.RESIDENT
         for r in m.running
         if r.first is not None and (r.pages or r.blocks)
+        if not r.undone or is_fetched(view, m, r)
     ]
     found.sort(key=lambda entry: (-entry[0], entry[1].name, entry[2].id))
     return found

@@ -1,6 +1,6 @@
 """Define the messages of operators' commands to a device, and their outcomes.
 
-Sent by `PendingCommands` in the server, answered by `Worker`.
+Sent by `RemoteDevice` in the server, answered by `Worker`.
 """
 
 from __future__ import annotations

@@ -57,6 +57,14 @@ def test_who_comes_back_sooner_from_the_host_than_by_computing_may_rest_longer()
     assert preempted(Rotary(lead=LEAD)(kept, None).actions) == ["r1"]
 
 
+def test_who_has_lost_its_kv_rests_again_only_where_it_comes_back_by_a_copy() -> None:
+    lost = ahead_by(1, 9.0, 1.0)._replace(undone=20)
+    view = world(1.0, lost)
+    assert preempted(Rotary(lead=LEAD)(view, None).actions) == []
+    kept = replace(view, kv_fetch_bytes_per_second=1e12)
+    assert preempted(Rotary(lead=LEAD)(kept, None).actions) == ["r1"]
+
+
 def test_a_more_important_request_never_rests_for_a_less_important_one() -> None:
     running = ahead_by(1, 9.0, 1.0)
     important = running._replace(order=running.order._replace(rank=-1))
