@@ -13,6 +13,9 @@ not run:
   graphs; in float32 a difference counts where the reference's margin is 1e-4 or more; in bfloat16
   their part of all tokens, beside that which running the reference in a batch of two gives. Then in
   float32 by the generic path, on two lanes, while layers rotate, and while KV is swapped.
+- `in_place`: the same Llamas with weights that kernels read in host memory: in float32 against
+  `transformers` while segments change places, in bfloat16 on an invariant device against weights on
+  the GPU, for several shares of HybridGEMM. Tokens that differ.
 - `single_model`: seconds of decode steps at batch 1 and 32 over 1024 tokens of context, with a CUDA
   graph and without, over what reading weights and KV once at the measured bandwidth allows, and
   over `transformers`; on the fast path, the generic one, and the fast one without our own kernel
@@ -51,6 +54,7 @@ from benchmarks.common import commit, result_table
 from benchmarks.gpu_apart import TAIL, Findings, Part, apart, attempted, inside
 from benchmarks.gpu_device import Gpu
 from benchmarks.gpu_fleet import proved
+from benchmarks.gpu_in_place import in_place
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 560.0
@@ -59,6 +63,7 @@ PARTS = (
     Part("machine", 60),
     Part("pool", 40),
     Part("exactness", 120),
+    Part("in_place", 60),
     Part("single_model", 150),
     Part("activation", 60),
     Part("elastic_overhead", 90),
@@ -183,6 +188,7 @@ def _speed(name: str) -> Callable[[Gpu, Findings], None]:
 _HERE: dict[str, Callable[[Gpu, Findings], None]] = {
     "machine": machine,
     "exactness": exactness,
+    "in_place": in_place,
 }
 _ALONE = {"elastic_overhead": elastic_overhead, "tests": tests, "sanitizer": sanitizer}
 """They start processes, to which they leave the device."""

@@ -194,13 +194,13 @@ def proved(
             fleet = replace(fleet, device=device, preset="kvswap", options={"pooled": 1})
         rounds, result = served(fleet, requests, make, rotating)
         if torch_device.type == "cuda":
-            _forget()
+            forget_gpu()
         return {**compared(models, requests, rounds, torch_device), **result}
 
 
-def _forget() -> None:
-    """What a device that is gone leaves in this process: PyTorch's cap, and cuBLAS's workspaces, of
-    which each thread and stream had one."""
+def forget_gpu() -> None:
+    """Free what a device that is gone leaves in this process: PyTorch's cap, and cuBLAS's
+    workspaces, of which each thread and stream had one."""
     torch.cuda.synchronize()
     allocator: Any = torch._C
     allocator._cuda_clearCublasWorkspaces()

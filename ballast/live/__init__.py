@@ -6,6 +6,7 @@ Packages from `cluster` up may import it. It imports `engine` and what is below;
 - `command_executor`: Carry out operators' commands beside the loop: load a model, then let it join.
 - `cpu_machine`: The parts of a live CPU device: memory, link, executors.
 - `cuda_machine`: The parts of a live GPU.
+- `cuda_reads`: What a GPU's passes read in host memory, and HybridGEMM's share.
 - `cuda_runner`: Lanes as GPU streams, each with its host thread.
 - `cuda_streams`: Streams of a GPU's lanes, with shares of its multiprocessors.
 - `device`: `LiveDevice`: memory, host tier, models and loop behind five methods.

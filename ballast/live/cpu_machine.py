@@ -53,6 +53,7 @@ class OnCpu:
     graphs: GraphReport | None = None
     reach: GpuReach | None = None
     peer_link: HostLink | None = None
+    host_kernels = None
 
     @property
     def copies_beside_jobs(self) -> bool:

@@ -12,23 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ballast.core.clock import Clock
-from ballast.core.errors import ConfigError, DeviceError, UnsupportedModel
+from ballast.core.errors import ConfigError, DeviceError, DeviceLost, UnsupportedModel
 from ballast.core.event import Event, RotationSettledEvent
 from ballast.core.model import ModelSpec, uniform_kv
 from ballast.core.report import GraphReport
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
-from ballast.core.units import format_bytes
+from ballast.core.units import MiB, format_bytes
 from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.gpu.batch import Scratch
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
 from ballast.kv.layout import fitted
+from ballast.live.cuda_reads import HostKernels
 from ballast.live.cuda_runner import AllocatorOnDevice, CudaRunner, GpuCompute, TorchOnGpu
 from ballast.live.cuda_streams import lane_streams
 from ballast.live.event_stream import EventStream
 from ballast.live.machine import Cap
 from ballast.live.runner import Executor, LaneRunner, Record
-from ballast.memory.cuda.calls import Driver, WhenLost
+from ballast.memory.cuda.bandwidth import measure_bandwidth
+from ballast.memory.cuda.calls import Attribute, Driver, WhenLost
 from ballast.memory.cuda.devices import reach_of
 from ballast.memory.cuda.driver import CudaDriver
 from ballast.memory.cuda.link import CudaLink
@@ -38,11 +40,19 @@ from ballast.models.executor import ModelExecutor
 from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
 from ballast.models.gpu.graphs import GraphCache
+from ballast.policy.c2cserve_knob import KnobSetting
+from ballast.policy.presets import Preset, preset_of
 from ballast.weights.checkpoint import THREADS, load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.segment import whole_pages
 
 log = logging.getLogger(__name__)
+
+MEASURED_BYTES = 64 * MiB
+"""Bytes of each copy by which rates are measured as a device is opened that reads host memory."""
+NOT_LOCKED = (
+    "its weights cannot be page-locked and mapped into the GPU, so that no pass can read them"
+)
 
 
 class CudaMachine:
@@ -79,6 +89,7 @@ class CudaMachine:
         self.peer_link = None
         self._number, self._context = number, driver.retain_context(number)
         driver.set_current(self._context)
+        self.host_kernels = self._host_kernels(preset_of(fleet), ordinal)
         n_pages = device.budget_bytes // device.page_bytes
         self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
         self.link = CudaLink(driver, ordinal, clock, post)
@@ -101,9 +112,25 @@ class CudaMachine:
                 n_bytes, lambda stream: self._compute.recorder(self._streams.twin(stream))
             )
 
+    def _host_kernels(self, preset: Preset, ordinal: int) -> HostKernels:
+        """Return how passes read weights in host memory; rates are measured if `preset` may have
+        them do so."""
+        self._reads_host = preset.requires.in_place
+        bandwidth = None
+        if self._reads_host or preset.values.get("in_place"):
+            try:
+                bandwidth = measure_bandwidth(self._driver, ordinal, MEASURED_BYTES)
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                log.warning("`os_share` stays as it is: rates cannot be measured: %s", error)
+        count = self._driver.attribute(self._number, Attribute.MULTIPROCESSORS)
+        knob = KnobSetting.of(preset.values)
+        return HostKernels(self._driver, self._compute.current, count, knob, bandwidth)
+
     def load(self, settings: ModelSettings, tier: HostTier, threads: int = THREADS) -> HostModel:
         """Load with unpacked matrices, and page-lock them. Raises ConfigError for CPU-only
-        options."""
+        options, and UnsupportedModel where passes are to read host memory that is not locked."""
         if settings.linear == "packed":
             allowed = f"{self.device.name} is a GPU: that is of CPUs"
             raise ConfigError(f"{settings.name}: linear", settings.linear, allowed)
@@ -125,7 +152,17 @@ class CudaMachine:
             if not self._pinned[address]:
                 self.pins.pin(address, whole_pages(segment))
             self._pinned[address] += 1
+        if self._pointers(host) is None:
+            if self._reads_host:
+                self.unload(host)
+                raise UnsupportedModel(f"{settings.name}: {NOT_LOCKED}")
+            self.vm.maps_host = False
         return host
+
+    def _pointers(self, host: HostModel) -> list[int] | None:
+        """Return where kernels find each segment in host memory; None: they do not."""
+        found = [self.pins.device_address(address) for address in host.addresses]
+        return None if None in found else [at for at in found if at is not None]
 
     def _read(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
         return load_host_model(settings, tier, threads)
@@ -171,7 +208,8 @@ class CudaMachine:
         kind = GpuFusedModel if host.fused else GpuTransformersModel
         _report_dependence(host, self.device)
         shared = (compute.attention, self._graphs, self._common)
-        made = kind(host, *where, *shared, invariant=self.device.is_invariant)
+        more = {"invariant": self.device.is_invariant, "host_pointers": self._pointers(host)}
+        made = kind(host, *where, *shared, **more)
         self.keep(made)
         return (made,) * len(workspaces)
 

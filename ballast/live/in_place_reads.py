@@ -16,6 +16,7 @@ from ballast.core.pass_traffic import decode_bytes
 from ballast.engine.model import ModelState
 from ballast.kernels.paged_attention import LayerPlaces
 from ballast.kv.blocks import KvCache
+from ballast.live.cuda_reads import KernelReads
 from ballast.live.machine import Machine
 from ballast.live.paced_reads import PacedReads
 from ballast.live.peer_slots import PeerSlots, peer_slots
@@ -44,13 +45,16 @@ def paced(
     slot_bytes: int = 0,
 ) -> Barriers:
     """Return barriers that pace what an executor reads in place too, over links with a pace.
-    `slot_bytes`: of the slots in which it reads copies of borrowed KV."""
+    `slot_bytes`: of the slots in which it reads copies of borrowed KV. Kernels that read host
+    memory themselves learn there what a pass reads."""
     link, peers, barriers = machine.link, machine.peer_link, stream
     if isinstance(link, HostLink) and link.paced:
         barriers = PacedReads(barriers, link, clock, WeightReads(m.weights, experts))
     if peers is not None:
         borrowed = BorrowedReads(m.kv, peer_slots(m.kv, slot_bytes))
         barriers = PacedReads(barriers, peers, clock, borrowed)
+    if machine.host_kernels is not None:
+        barriers = KernelReads(barriers, m.weights, machine.host_kernels)
     return barriers
 
 

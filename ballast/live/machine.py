@@ -17,6 +17,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.engine.layer_stream import MakeStream
 from ballast.kernels.workspace import Workspace
 from ballast.kv.blocks import KvCache
+from ballast.live.cuda_reads import HostKernels
 from ballast.live.runner import Executor, Keeper, LaneRunner, Record
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.transfer import HostLink, Link
@@ -56,6 +57,11 @@ class Machine(Protocol):
     @property
     def peer_link(self) -> HostLink | None:
         """Link over which passes read KV on borrowed pages, in place; None: it has no pace."""
+
+    @property
+    def host_kernels(self) -> HostKernels | None:
+        """Kernels that read weights in host memory at addresses of its own; None: passes find them
+        at the model's addresses, or not at all."""
 
     @property
     def copies_beside_jobs(self) -> bool:

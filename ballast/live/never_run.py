@@ -12,13 +12,19 @@ from ballast.policy.presets import preset_of
 WHERE = "docs/gpu.md, `Never run`"
 GROUPS = "groups of GPUs (`tensor_parallel`)"
 STAGED = "KV blocks staged on the host (presets `kvswap`, `swiftcache`)"
-FEATURES = (GROUPS, STAGED)
+IN_PLACE = "weights that kernels read in host memory (preset `c2cserve`)"
+FEATURES = (GROUPS, STAGED, IN_PLACE)
 
 
 def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
     """Return those of `FEATURES` that are turned on for `device` or by `fleet`; none for a CPU."""
     if device.gpu is None:
         return ()
-    staged = preset_of(fleet).requires.kv_staging
-    on = {GROUPS: device.tensor_parallel > 1, STAGED: staged}
+    preset = preset_of(fleet)
+    in_place = preset.requires.in_place or bool(preset.values.get("in_place"))
+    on = {
+        GROUPS: device.tensor_parallel > 1,
+        STAGED: preset.requires.kv_staging,
+        IN_PLACE: in_place,
+    }
     return tuple(feature for feature in FEATURES if on[feature])

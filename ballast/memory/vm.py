@@ -124,7 +124,7 @@ class Latch:
 
 
 class WithoutHost:
-    """Base of each `Vm` whose device cannot read host memory in place."""
+    """Base of each `Vm` of several ranks: they cannot read host memory in place."""
 
     maps_host = False
     table_pages = 1
@@ -202,7 +202,8 @@ class Vm(Protocol):
         """Map host memory beneath range indices `at ..`, read only, in place of pages.
 
         `source`: its address in this process, where it is sealed shared memory (the host tier),
-        and stays mapped. What is left of the last index stays unbacked.
+        and stays mapped. What is left of the last index stays unbacked. A GPU notes it alone: its
+        kernels find page-locked host memory at addresses of their own.
         """
 
     def unmap_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:

@@ -7,6 +7,7 @@ executors call them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ballast.core.job import SequenceWork
@@ -42,6 +43,32 @@ class Barriers(Protocol):
 
     def stalled(self) -> float:
         """Return the seconds that passes have waited since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostReads:
+    """What the kernels of a pass read in host memory (C2CServe, 5)."""
+
+    units: frozenset[int] = frozenset()
+    """Segments of weights; the others are in device memory."""
+    os_share: float = 0.0
+    """Part of the columns of their products that is computed output-stationary."""
+
+
+ALL_ON_DEVICE = HostReads()
+
+
+@runtime_checkable
+class ReadsHost(Protocol):
+    """Barriers of passes whose kernels may read host memory."""
+
+    def host_reads(self) -> HostReads:
+        """Return what the pass that has begun reads there."""
+
+
+def host_reads(barriers: Barriers | None) -> HostReads:
+    """Return the same of any barriers."""
+    return barriers.host_reads() if isinstance(barriers, ReadsHost) else ALL_ON_DEVICE
 
 
 @runtime_checkable

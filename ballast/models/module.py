@@ -54,6 +54,19 @@ def placed(
     return module
 
 
+def move(module: nn.Module, segment: Segment, address: int, view: View) -> None:
+    """Make the tensors of a segment of plain matrices views of another address; touches no memory
+    there. Modules keep their parameters."""
+    for packed in segment.tensors:
+        path, _, leaf = packed.names[0].rpartition(".")
+        owner = module.get_submodule(path)
+        found = owner._parameters if leaf in owner._parameters else owner._buffers
+        tensor = found[leaf]
+        assert tensor is not None, "a segment holds it"
+        # Tied names share one tensor.
+        tensor.data = view(address + packed.offset, packed.shape, DTYPES[packed.dtype])
+
+
 def layers_of(module: nn.Module, host: HostModel) -> list[nn.Module]:
     """Return the module that runs each layer: it contains all tensors of the layer's segment."""
     layers = host.segments[1 : 1 + host.spec.n_layers]

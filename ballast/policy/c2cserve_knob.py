@@ -3,12 +3,14 @@
 The share starts at 0, which spares the link. Where the link is used more than device memory it is
 lowered, where device memory is used more it is raised; both are smoothed first. The update is made
 at the boundaries of layers and changes nothing else. On CPUs, where host memory is the device's
-memory, the share means nothing. Used by the simulator.
+memory, the share means nothing. Used by the simulator, and by GPUs (`live/cuda_reads.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +69,19 @@ class Knob:
             lateness=lateness,
             passes=self.passes + 1,
         )
+
+
+class KnobSetting(NamedTuple):
+    """How `os_share` is chosen, and what passes reserve of the link."""
+
+    rule: KnobRule | None = KnobRule()
+    """None: it stays."""
+    start: float = 0.0
+    reserves: bool = True
+    """Whether passes have W / TPOT of a link that others use too."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, float]) -> KnobSetting:
+        """Return the setting of a preset with these options: `knob`, `os_share`, `reserve_link`."""
+        rule = KnobRule() if options.get("knob", 1) else None
+        return cls(rule, options.get("os_share", 0.0), bool(options.get("reserve_link", 1)))

@@ -28,8 +28,8 @@ class Requirements:
         """Return why a device does not meet the requirements, or None."""
         if self.rotation and not device.rotates:
             return "its layers of weights must rotate, which those spread over ranks cannot so far"
-        if self.in_place and (device.gpu is not None or device.tensor_parallel > 1):
-            return "weights must be read in host memory, which CPU devices of one rank can so far"
+        if self.in_place and device.tensor_parallel > 1:
+            return "weights must be read in host memory, which devices of one rank can so far"
         if self.kv_staging and device.tensor_parallel > 1:
             return "KV blocks must be staged on the host, which devices of one rank can so far"
         if self.following and device.tensor_parallel > 1:

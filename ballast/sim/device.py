@@ -33,10 +33,11 @@ from ballast.engine.build import build_newcomer, build_state
 from ballast.engine.loop import Loop
 from ballast.engine.model import ModelState
 from ballast.engine.state import DeviceState
+from ballast.policy.c2cserve_knob import KnobSetting
 from ballast.policy.presets import Preset
 from ballast.policy.requirements import Requirements
 from ballast.sim.decoding import DecodeBatch, tokens_of
-from ballast.sim.in_place import InPlaceReads, KnobSetting
+from ballast.sim.in_place import InPlaceReads
 from ballast.sim.job_spread import JobFactors
 from ballast.sim.kv_tiers import VirtualStore, sim_tiers
 from ballast.sim.layer_passes import LayerSource

@@ -9,9 +9,8 @@ instead, follows from the model's matrices and from the knob (`core.pass_traffic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ballast.core.cost import StepCosts
 from ballast.core.gemm_traffic import GemmTraffic
@@ -21,7 +20,7 @@ from ballast.core.link_budget import link_demand
 from ballast.core.model import ModelSpec
 from ballast.core.pass_traffic import OS_TILE, PassSizes, pass_traffic
 from ballast.core.residency_plan import ResidencyPlan
-from ballast.policy.c2cserve_knob import Knob, KnobRule, PassMeasurement
+from ballast.policy.c2cserve_knob import Knob, KnobRule, KnobSetting, PassMeasurement
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import SimLink
 
@@ -59,22 +58,6 @@ class InPlaceMachine:
             hidden=base - work.base + work.hidden,
             per_token=max(work.per_token, min(row(k / 10) for k in range(11))),
         )
-
-
-class KnobSetting(NamedTuple):
-    """How `os_share` is chosen, and what passes reserve of the link."""
-
-    rule: KnobRule | None = KnobRule()
-    """None: it stays."""
-    start: float = 0.0
-    reserves: bool = True
-    """Whether passes have W / TPOT of a link that others use too."""
-
-    @classmethod
-    def of(cls, options: Mapping[str, float]) -> KnobSetting:
-        """Return the setting of a preset with these options: `knob`, `os_share`, `reserve_link`."""
-        rule = KnobRule() if options.get("knob", 1) else None
-        return cls(rule, options.get("os_share", 0.0), bool(options.get("reserve_link", 1)))
 
 
 class InPlaceReads:

@@ -28,6 +28,7 @@ from benchmarks.exactness import make_llama
 from benchmarks.gpu_apart import Findings, Part, apart, inside
 from benchmarks.gpu_device import Gpu, bytes_of
 from benchmarks.gpu_fleet import proved
+from benchmarks.gpu_in_place import in_place
 from benchmarks.gpu_model import Random, reference, spec_of
 from tests.engine.gpus import AtOnce, OnHost
 from tests.memory.fake_cuda import FakeDriver
@@ -367,6 +368,20 @@ def test_the_small_fleet_is_exact_under_pressure(case: str) -> None:
     }.get(case, ("evictions", "preemptions"))
     assert sum(result[key] for key in moved) > 0
     assert driver.is_clean()
+
+
+def test_the_small_fleet_reads_weights_in_host_memory(found: Findings) -> None:
+    """In bfloat16 a CPU's products depend on other rows: those tokens are counted alone."""
+    driver = AtOnce(n_bytes=1 << 30, bandwidth=1e9)
+    device = DeviceSettings(name="cuda:0", budget_bytes=1 << 30, page_bytes=PAGE)
+    make = on_stand_in(driver)
+    in_place(cast(Gpu, StandIn()), found, device, make, hidden=64, each=2, tokens=6)
+    assert driver.is_clean()
+    exact = found["float32"]
+    assert (exact["wrong"], exact["tokens"], exact["passed"]) == (0, 3 * 2 * 6 * 2, True)
+    assert len(found) == 5
+    for result in found.values():
+        assert result["segments_on_host"] > 0
 
 
 def test_elastic_overhead_fits_its_budget_on_a_gpu(tmp_path: Path) -> None:

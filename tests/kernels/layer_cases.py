@@ -17,12 +17,15 @@ from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors
 from ballast.kernels.plain.attention import PlainAttention
 from ballast.kernels.plain.layer import PlainLayer
+from ballast.kernels.triton import layer as layer_module
 from ballast.kernels.triton.attention import TritonAttention
+from ballast.kernels.triton.hybrid_gemm import HybridTiles, hybrid_gemm
 from ballast.kernels.triton.layer import TritonLayer
 from ballast.models.gpu.fused import GpuFusedModel
 from benchmarks.interpreted import chained_dots
 from tests.kernels.attention_cases import DEVICE, GPU, Job
 from tests.models.fused.test_fused import checkpoint
+from tests.models.host_served import HostServed
 from tests.models.tiny import GREEDY, Served
 
 NEAR: dict[torch.dtype, dict[str, float]] = {
@@ -175,4 +178,37 @@ def test_neither_chunks_nor_other_sequences_change_a_models_logits(tmp_path: Pat
             crowd.append(served.logits(other, part(9, 10, [5]))[1:])
             for found, expected in zip(crowd, alone, strict=True):
                 assert torch.equal(found, expected)
+    served.close()
+
+
+@pytest.mark.skipif(GPU, reason="it is served from the host's memory")
+def test_neither_places_nor_shares_change_a_models_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers in host memory are multiplied by HybridGEMM, others by the invariant GEMM."""
+    small = HybridTiles(os_rows=16, os_columns=16, ws_rows=16, ws_columns=16, depth=16, warps=4)
+    monkeypatch.setattr(layer_module, "TILES", small)
+    shares: list[float] = []
+
+    def noted(x: torch.Tensor, address: int, n: int, share: float, *rest: Any) -> torch.Tensor:
+        shares.append(share)
+        return hybrid_gemm(x, address, n, share, *rest)
+
+    monkeypatch.setattr(layer_module, "hybrid_gemm", noted)
+    checkpoint(tmp_path, "qwen3")
+    how = {"kernels": TritonLayer(), "invariant": True}
+    served = HostServed(
+        tmp_path, attention=TritonAttention, gpu=how, model_impl="fused", dtype="bfloat16"
+    )
+    segments = range(len(served.spec.segment_bytes))
+    prompt = SequenceWork("a", list(range(3, 23)), 0, [4, 7], GREEDY)
+    token = SequenceWork("a", [5], 20, [4, 7], GREEDY)
+    with chained_dots():
+        expected = [served.logits(prompt), served.logits(token)]
+        assert not shares
+        for units, share in (((0, 2), 0.5), (segments, 0.0)):
+            served.read(units, share)
+            for work, logits in zip((prompt, token), expected, strict=True):
+                assert torch.equal(served.logits(work), logits)
+    assert set(shares) == {0.0, 0.5, 1.0}, "a pass of one tile of rows has 1"
     served.close()

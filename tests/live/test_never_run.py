@@ -9,7 +9,7 @@ import pytest
 
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.live import device
-from ballast.live.never_run import FEATURES, GROUPS, STAGED, never_run
+from ballast.live.never_run import FEATURES, GROUPS, IN_PLACE, STAGED, never_run
 from tests.engine.gpus import on_gpu, serving
 from tests.live.test_live_device import fleet, paths  # noqa: F401
 from tests.memory.fake_cuda import FakeDriver
@@ -23,6 +23,7 @@ def test_each_is_named_where_it_is_turned_on_and_on_gpus_alone() -> None:
     turned_on = {
         GROUPS: replace(plain, device=replace(gpu, tensor_parallel=2)),
         STAGED: replace(plain, preset="swiftcache"),
+        IN_PLACE: replace(plain, preset="c2cserve"),
     }
     assert tuple(turned_on) == FEATURES
     assert never_run(plain, gpu) == ()

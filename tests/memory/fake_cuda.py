@@ -35,6 +35,7 @@ _NEEDS_CONTEXT = {
         "copy_to_host",
         "copy_within",
         "pin",
+        "device_pointer",
         "finish",
         "wait_for",
         "record",
@@ -152,6 +153,8 @@ class FakeDriver:
         self.streams: dict[int, list[Work]] = {}
         self.events: dict[int, Event] = {}
         self.pinned: dict[int, tuple[int, bool]] = {}
+        self.device_pointers: dict[int, int] = {}
+        """Where kernels find pinned memory: mapped a second time, for as long as it is pinned."""
         self.groups = groups
         """Most that the multiprocessors can be split into."""
         self.splits: dict[int, tuple[int, int]] = {}
@@ -519,6 +522,21 @@ class FakeDriver:
             if any(at < a + n and a < at + n_bytes for w in queue for a, n in w.touches):
                 raise Misuse(f"unpinned {address:#x}, which work in flight uses")
         del self.pinned[address]
+        if (mapped := self.device_pointers.pop(address, None)) is not None:
+            sys.munmap(mapped, n_bytes)
+
+    def device_pointer(self, address: int) -> int:
+        if address not in self.pinned:
+            raise DeviceError(
+                "cuMemHostGetDevicePointer", "CUDA_ERROR_INVALID_VALUE: invalid argument"
+            )
+        if address not in self.device_pointers:
+            n_bytes, _ = self.pinned[address]
+            flags = sys.MAP_PRIVATE | sys.MAP_ANONYMOUS | sys.MAP_NORESERVE
+            mapped = sys.mmap(0, n_bytes, sys.PROT_NONE, flags)
+            sys.map_again(address, mapped, n_bytes)
+            self.device_pointers[address] = mapped
+        return self.device_pointers[address]
 
     def current(self) -> int | None:
         return getattr(self._current, "context", None)

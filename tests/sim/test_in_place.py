@@ -18,11 +18,12 @@ from ballast.core.pass_traffic import PassSizes, pass_traffic
 from ballast.core.request import Submission
 from ballast.core.residency_plan import ResidencyPlan, Unit
 from ballast.core.settings import Slo
+from ballast.policy.c2cserve_knob import KnobSetting
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, parse_kinds
 from ballast.sim.device import SimDevice
 from ballast.sim.event_heap import EventHeap
-from ballast.sim.in_place import InPlaceMachine, InPlaceReads, KnobSetting
+from ballast.sim.in_place import InPlaceMachine, InPlaceReads
 from ballast.sim.layer_passes import Alone, Pass
 from ballast.sim.link import SimLink
 from ballast.sim.model_catalogue import facts

@@ -95,6 +95,7 @@ class GroupMachine:
     reach: GpuReach | None = None
     """None: a group lends no memory and borrows none."""
     peer_link = None
+    host_kernels = None
 
     def __init__(
         self,

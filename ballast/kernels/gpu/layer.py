@@ -67,6 +67,11 @@ class LayerKernels(Protocol):
         """Return x W^T (T, n) of `x` (T, k) and `matrix` (n, k). By Triton, in 16 bits, a
         row's result does not depend on the other rows."""
 
+    def multiply_host(self, x: Tensor, matrix: Tensor, os_share: float) -> Tensor:
+        """Return the same of a `matrix` in page-locked host memory, which is read over the link,
+        with `os_share` of the columns output-stationary. By Triton, in 16 bits, every share gives
+        the bits of `multiply`."""
+
     def multiply_row(
         self,
         x: Tensor,

@@ -59,6 +59,9 @@ class PlainLayer:
     def multiply(self, x: Tensor, matrix: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, matrix)
 
+    def multiply_host(self, x: Tensor, matrix: Tensor, os_share: float) -> Tensor:
+        return torch.nn.functional.linear(x, matrix)
+
     def multiply_row(
         self,
         x: Tensor,

@@ -58,7 +58,7 @@ def invariant_gemm(x: Tensor, matrix: Tensor, tile: Tile | None = None) -> Tenso
     if not out.numel():
         return out
     if tile is None:
-        tile = tile_of(m, n, multiprocessors(x.device), _is_of_one_chain(x.device))
+        tile = tile_of(m, n, multiprocessors(x.device), of_one_chain(x.device))
     address = matrix.data_ptr()
     aligned = LOADED if address % LOADED == 0 and k % 8 == 0 else x.dtype.itemsize
     gemm_code[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
@@ -94,7 +94,7 @@ def tile_of(m: int, n: int, multiprocessors: int, one_chain: bool) -> Tile:
 
 
 @functools.cache
-def _is_of_one_chain(device: torch.device) -> bool:
+def of_one_chain(device: torch.device) -> bool:
     """Whether the device is known to be of `ONE_CHAIN`; so are CPUs, where the interpreter runs."""
     if device.type != "cuda":
         return True

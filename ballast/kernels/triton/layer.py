@@ -15,7 +15,8 @@ from ballast.kernels.gpu.batch import GpuBatch
 from ballast.kernels.gpu.layer import HeadVectors
 from ballast.kernels.triton import layer_code as code
 from ballast.kernels.triton.attention import LOADED, multiprocessors
-from ballast.kernels.triton.gemm import INVARIANT_DTYPES, invariant_gemm
+from ballast.kernels.triton.gemm import INVARIANT_DTYPES, invariant_gemm, of_one_chain
+from ballast.kernels.triton.hybrid_gemm import TILES, hybrid_gemm
 from ballast.kernels.triton.row_code import row_code
 
 GATED = 1024
@@ -113,6 +114,14 @@ class TritonLayer:
         if x.dtype not in INVARIANT_DTYPES:
             return torch.nn.functional.linear(x, matrix)
         return invariant_gemm(x, matrix)
+
+    def multiply_host(self, x: Tensor, matrix: Tensor, os_share: float) -> Tensor:
+        if x.dtype not in INVARIANT_DTYPES or not of_one_chain(x.device):
+            # HybridGEMM takes 16 bits, and its tiles fit those GPUs alone.
+            return self.multiply(x, matrix)
+        # One tile of rows reads weights once whatever the share, and needs no partial sums then.
+        share = 1.0 if len(x) <= TILES.os_rows else os_share
+        return hybrid_gemm(x, matrix.data_ptr(), len(matrix), share, TILES)
 
     def multiply_row(
         self,

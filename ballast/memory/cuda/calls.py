@@ -169,7 +169,12 @@ class Driver(Protocol):
         """Copy within the device, in stream order. *Current*."""
 
     def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
-        """Page-lock memory of the host that is mapped already, for all contexts. *Current*."""
+        """Page-lock memory of the host that is mapped already, and map it into the device's
+        addresses, for all contexts. *Current*."""
+
+    def device_pointer(self, address: int) -> int:
+        """Return where kernels find page-locked memory of the host, given where it was pinned.
+        Raises DeviceError where it is not pinned, or not mapped. *Current*."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""

@@ -25,8 +25,9 @@ _INVALID_VALUE = 1
 _NOT_READY = 600
 _GROUP = 8
 """Multiprocessors."""
-_PORTABLE, _READ_ONLY = 0x01, 0x08
-"""Flags of cuMemHostRegister."""
+_PORTABLE, _MAPPED, _READ_ONLY = 0x01, 0x02, 0x08
+"""Flags of cuMemHostRegister. With unified addressing memory is portable and mapped without the
+first two as well."""
 
 
 class CudaDriver:
@@ -224,8 +225,11 @@ class CudaDriver:
         self._call("cuMemcpyDtoDAsync", target, source, n_bytes, stream)
 
     def pin(self, address: int, n_bytes: int, read_only: bool) -> None:
-        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        flags = _PORTABLE | _MAPPED | (_READ_ONLY if read_only else 0)
         self._call("cuMemHostRegister", address, n_bytes, flags)
+
+    def device_pointer(self, address: int) -> int:
+        return self._int("cuMemHostGetDevicePointer", address, 0)
 
     def unpin(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)

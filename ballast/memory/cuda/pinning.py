@@ -1,7 +1,7 @@
 """Page-lock (pin) host memory so that a GPU copies from it at the link's full rate.
 
-Used for host-tier segments and for host copies of swapped KV. If pinning is not possible, copies
-still work, at the rate of pageable memory.
+Used for host-tier segments, which kernels can then read where they lie, and for host copies of
+swapped KV. If pinning is not possible, copies still work, at the rate of pageable memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from ballast.core.errors import BrokenPromise, DeviceError
+from ballast.core.errors import BrokenPromise, DeviceError, DeviceLost
 from ballast.memory import syscalls
 from ballast.memory.cuda.calls import Attribute, Driver
 
@@ -67,6 +67,21 @@ class PinnedMemory:
             self._driver.pin(address, n_bytes, False)
         finally:
             syscalls.mprotect(address, n_bytes, syscalls.PROT_READ)
+
+    def device_address(self, address: int) -> int | None:
+        """Return where kernels find memory that was pinned at `address`; None: they cannot read it,
+        as it is not pinned, or not mapped."""
+        with self._lock:
+            if address not in self._pinned:
+                return None
+            self._driver.set_current(self._context)
+            try:
+                return self._driver.device_pointer(address)
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                log.warning("pinned memory is not mapped into the device: %s", error)
+                return None
 
     def unpin(self, address: int) -> None:
         """Unpin memory, if it is pinned. No copy from it may be in flight."""

@@ -20,10 +20,10 @@ from ballast.memory.cuda.fences import EventFence, EventPool
 from ballast.memory.cuda.pages import CudaImport, CudaPages
 from ballast.memory.mapping_table import MappingTable
 from ballast.memory.runs import runs_of
-from ballast.memory.vm import Exported, Range, WithoutHost, check_attach, window_pages
+from ballast.memory.vm import Exported, Range, check_attach, window_pages
 
 
-class CudaVm(WithoutHost):
+class CudaVm:
     """Implements `Vm`; one thread may populate, and any may `export` and `open`, beside the one
     that calls all else.
 
@@ -38,6 +38,9 @@ class CudaVm(WithoutHost):
         """
         self.page_bytes = page_bytes
         self.n_pages = n_pages
+        self.maps_host = True
+        """Whether kernels read weights in host memory: as long as all of it can be page-locked."""
+        self.table_pages = 1
         self.device = driver.device(ordinal)
         for need in (Attribute.MAPS_MEMORY, Attribute.EXPORTS_FDS):
             if not driver.attribute(self.device, need):
@@ -121,6 +124,21 @@ class CudaVm(WithoutHost):
         self._enter()
         self._memory.unmap(range.address(at), pages)
         self._mappings.unmap(range, at, n)
+
+    def map_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        """Record that passes read host memory in place of what would be mapped here. The driver
+        maps page-locked memory at addresses of its own, which executors use (`device_pointer`): it
+        cannot be mapped into a reserved range. Raises DeviceError where it is not page-locked."""
+        n = ceil_div(n_bytes, self.page_bytes)
+        self._mappings.check_map_host(range, at, n)
+        self._enter()
+        self.driver.device_pointer(source)
+        self._mappings.map_host(range, at, n)
+
+    def unmap_host(self, range: Range, at: int, source: int, n_bytes: int) -> None:
+        n = ceil_div(n_bytes, self.page_bytes)
+        self._mappings.check_unmap_host(range, at, n)
+        self._mappings.unmap_host(range, at, n)
 
     def populate(self, pages: Sequence[int]) -> Short | None:
         self._mappings.uses.check(pages)

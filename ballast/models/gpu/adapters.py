@@ -32,6 +32,10 @@ class GpuAdapters:
         self._index = {place: i for i, place in enumerate(groups)}
         self.lora: Lora = lora(list(groups.values()), dtype, device, view, scratch)
 
+    def use(self, lora: Lora) -> None:
+        """Compute with other matrices of the same places from now on."""
+        self.lora = lora
+
     def adds(self) -> dict[Place, Callable[[GpuAdaptedRows, Tensor, Tensor], None]]:
         """Return, by place, a function that adds the adapters' products of x (rows, inputs) to y
         (rows, outputs)."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ballast.core.errors import BrokenPromise
 from ballast.core.job import SequenceWork
 from ballast.core.request import Sampling
 from ballast.core.units import MiB
@@ -36,11 +37,12 @@ from ballast.memory.cuda.tensor import cuda_tensor_at
 from ballast.memory.tensor import tensor_at
 from ballast.models import attention
 from ballast.models.adapters import AdaptedModules, adapters_of, targets_of
+from ballast.models.barriers import ALL_ON_DEVICE, HostReads, host_reads
 from ballast.models.executor import ModelExecutor, wanted_rows
 from ballast.models.gpu.adapters import GpuAdapters, Place
 from ballast.models.gpu.graphs import GraphCache
 from ballast.models.gpu.recording import Recording, Stops
-from ballast.models.module import View, layers_of, placed
+from ballast.models.module import View, layers_of, move, placed
 from ballast.weights.host import HostModel
 from ballast.weights.row_call import RowCall
 
@@ -68,11 +70,13 @@ class GpuExecutor(ModelExecutor):
         common: Scratch | None = None,
         *,
         invariant: bool = False,
+        host_pointers: Sequence[int] | None = None,
     ) -> None:
         """`kv_bytes`: bytes of addresses for its KV; `make`: makes the attention of a batch, by
         default the device's; `graphs`: of the device, if it has any; `common`: see `Scratch`;
         `invariant`: a row's result depends on no other row, and on no chunk's length: in 16 bits of
-        attention here, of all of a layer in `GpuFusedModel`.
+        attention here, of all of a layer in `GpuFusedModel`. `host_pointers`: where kernels find
+        each segment in host memory, if they do: passes may read it there (`HostReads`).
 
         Raises UnsupportedModel if the module keeps state that cannot be set up without its weights.
         """
@@ -82,10 +86,15 @@ class GpuExecutor(ModelExecutor):
         self._host, self._device = host, device
         on_gpu = device.type == "cuda"
         self._view: View = partial(cuda_tensor_at, device=device) if on_gpu else tensor_at
-        self._scratch, own = Scratch(device, common), len(host.segments)
-        groups = self._adapted(host, segment_addresses[own:])
-        self._adapters = GpuAdapters(groups, self.dtype, device, self._view, self._scratch)
-        self._set_up(host, tuple(segment_addresses[:own]))
+        self._scratch = Scratch(device, common)
+        self._addresses = tuple(segment_addresses)
+        self._pointers = None if host_pointers is None else tuple(host_pointers)
+        self._reads = ALL_ON_DEVICE
+        """What the present pass reads in host memory."""
+        self._adapters = self._adapters_at(self._addresses)
+        self._lora = self._adapters.lora
+        """That of adapters on the device, whose tables graphs read."""
+        self._set_up(host, self._addresses[: len(host.segments)])
         if on_gpu:
             # Streams of jobs wait for no other stream: buffers have to be filled by then.
             torch.cuda.current_stream(device).synchronize()
@@ -112,6 +121,11 @@ class GpuExecutor(ModelExecutor):
         """Build the computation from each segment at its address; touches no memory there."""
 
     @abstractmethod
+    def _move(self, segment: int, address: int) -> None:
+        """Compute with a segment of the model's own at another address from now on; touches no
+        memory there."""
+
+    @abstractmethod
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
         """Collect the matrices of adapters, whose segments are at `addresses`; called before
         `_set_up`."""
@@ -133,8 +147,9 @@ class GpuExecutor(ModelExecutor):
         self.check(work)
         bucket, places = self._bucket(work), self._places(work)
         cuts = tuple(sorted(self._begin_pass(work)))
-        # Where layers have block tables of their own, which no graph reads, none is used.
-        worth = places is None and self._worth_recording(bucket, cuts)
+        self._use(host_reads(self.barriers))
+        # Graphs read neither host memory nor block tables of a layer's own.
+        worth = places is None and not self._reads.units and self._worth_recording(bucket, cuts)
         graphs = self._graphs if worth else None
         recorded = None if graphs is None else graphs.find(self.spec.name, bucket, cuts)
         batch = self._filled(bucket if recorded is None else recorded.bucket, work, places)
@@ -152,6 +167,7 @@ class GpuExecutor(ModelExecutor):
     def hidden(self, work: Sequence[SequenceWork]) -> Tensor:
         batch = self.batch(work)
         self._cuts, self._stops = tuple(self._begin_pass(work)), self.barriers
+        self._use(host_reads(self.barriers))
         return self._compute_hidden(batch, batch.n_wanted).cpu()
 
     @torch.inference_mode()
@@ -232,7 +248,32 @@ class GpuExecutor(ModelExecutor):
     def _recorded(self, batch: GpuBatch, cuts: tuple[int, ...], recording: Recording) -> Tensor:
         self._kept[batch.bucket] = batch
         batch.forget_places()
+        self._use(ALL_ON_DEVICE)
         return self._step(batch, batch.bucket.wanted, cuts, recording)
+
+    def _use(self, reads: HostReads) -> None:
+        """Compute with each segment where the pass that begins reads it."""
+        changed = self._reads.units ^ reads.units
+        self._reads = reads
+        if not changed:
+            return
+        if self._pointers is None:
+            raise BrokenPromise(f"{self.spec.name}: kernels do not find its weights on the host")
+        places = zip(self._addresses, self._pointers, strict=True)
+        now = [there if i in reads.units else here for i, (here, there) in enumerate(places)]
+        own = len(self._host.segments)
+        with torch.inference_mode(False):  # parameters take no tensors of that mode
+            for i in changed:
+                if i < own:
+                    self._move(i, now[i])
+        if any(i >= own for i in changed):
+            moved = any(i >= own for i in reads.units)
+            self._adapters.use(self._adapters_at(now).lora if moved else self._lora)
+
+    def _adapters_at(self, addresses: Sequence[int]) -> GpuAdapters:
+        """Return the adapters, with each segment of model and adapters at its address."""
+        groups = self._adapted(self._host, addresses[len(self._host.segments) :])
+        return GpuAdapters(groups, self.dtype, self._device, self._view, self._scratch)
 
     def _reach(self, layer: int, *_: Any) -> None:
         if layer in self._cuts and self._stops is not None:
@@ -248,11 +289,15 @@ class GpuTransformersModel(GpuExecutor):
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
         self._module: Any = placed(host, addresses, self._view, self._device)
+        self._segments = host.segments
         self._call = RowCall(self._module)
         self._modules = AdaptedModules(self._module, self._adapters.adds())
         for i, layer in enumerate(layers_of(self._module, host)):
             layer.register_forward_pre_hook(partial(self._reach, i))
             layer.register_forward_hook(partial(self._leave, i))
+
+    def _move(self, segment: int, address: int) -> None:
+        move(self._module, self._segments[segment], address, self._view)
 
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
         found = targets_of(host.adapters, addresses)

@@ -65,25 +65,39 @@ class GpuFusedModel(GpuExecutor):
         kernels: LayerKernels | None = None,
         one_row: bool = ONE_ROW,
         invariant: bool = False,
+        **more: Any,
     ) -> None:
-        """`where`, `invariant`: as of `GpuExecutor`; `kernels`: by default chosen by the device;
-        `one_row`: whether they also multiply a decode of one sequence, if not invariant: that
-        kernel adds in another order."""
-        super().__init__(*where, invariant=invariant)
+        """`where`, `invariant`, `more`: as of `GpuExecutor`; `kernels`: by default chosen by the
+        device; `one_row`: whether they also multiply a decode of one sequence, if not invariant:
+        that kernel adds in another order."""
+        super().__init__(*where, invariant=invariant, **more)
         self._one_row = one_row and not invariant
         self._kernels = k = kernels or layer_kernels(self._device)
         self._row = partial(k.multiply_row, epsilon=self._epsilon)
 
     def _set_up(self, host: HostModel, addresses: tuple[int, ...]) -> None:
-        n = self.spec.n_layers
-        roles = [self._roles(*s) for s in zip(host.segments, addresses, strict=True)]
-        last = roles[-1] if len(roles) > 1 + n else roles[0]
-        self._table, self._norm, self._head = roles[0]["embeddings"], last["norm"], last["head"]
-        self._layers = [_Layer.of(r) for r in roles[1 : 1 + n]]
+        self._segments, self._last = host.segments, len(host.segments) - 1
+        self._layers: list[_Layer] = []
+        for i, address in enumerate(addresses):
+            self._move(i, address)
         self._angles = _Angles(host.config, self.dtype, self._device)
         self._epsilon = float(host.config.get_text_config().rms_norm_eps)
         scale = self.spec.head_dim**-0.5
         self._attention_params = [AttentionParams(scale, window) for window in host.windows]
+
+    def _move(self, segment: int, address: int) -> None:
+        roles, n = self._roles(self._segments[segment], address), self.spec.n_layers
+        if segment == 0:
+            self._table = roles["embeddings"]
+        if segment == self._head_segment:
+            self._norm, self._head = roles["norm"], roles["head"]
+        if 1 <= segment <= n:
+            self._layers[segment - 1 : segment] = [_Layer.of(roles)]
+
+    @property
+    def _head_segment(self) -> int:
+        """The segment with the head and the norm before it; with tied embeddings, the first."""
+        return self._last if self._last > self.spec.n_layers else 0
 
     def _adapted(self, host: HostModel, addresses: Sequence[int]) -> Mapping[Place, GpuLoraGroup]:
         found = targets_by_role(host, addresses, interleaved=False)
@@ -158,8 +172,13 @@ class GpuFusedModel(GpuExecutor):
     ) -> Tensor:
         """Return x W^T of a layer's matrix, or of the head, with the products of the rows' adapters
         added."""
-        multiply = self._kernels.multiply if self._invariant else torch.nn.functional.linear
-        y = multiply(x, matrix)
+        segment = self._head_segment if role == "head" else 1 + layer
+        if segment in self._reads.units:
+            y = self._kernels.multiply_host(x, matrix, self._reads.os_share)
+        elif self._invariant:
+            y = self._kernels.multiply(x, matrix)
+        else:
+            y = torch.nn.functional.linear(x, matrix)
         if batch.adapted is not None:
             self._adapters.add(_place(role, layer), batch.adapted[role == "head"], x, y)
         return y

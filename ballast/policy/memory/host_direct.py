@@ -61,7 +61,7 @@ class HostDirect(PlacedModels):
     """1: passes have W / TPOT of a link that devices share, in the mean (C2CServe, 6.2); 0: equal
     parts."""
     knob: float = 1
-    """0: `os_share` stays as it is. On CPU neither means anything."""
+    """0: `os_share` stays as it is. On CPUs neither means anything."""
     os_share: float = 0
     """Share of output-stationary columns at the start (C2CServe, 6.4)."""
     promote: float = 1

@@ -117,6 +117,7 @@ def test_every_call_takes_these_arguments(api: Answering) -> None:
     d.copy_to_host(1 << 41, 1 << 40, 64, 7)
     d.copy_within(1 << 41, 1 << 40, 64, 7)
     d.pin(1 << 41, 4096, True)
+    assert d.device_pointer(1 << 41) == 7
     d.unpin(1 << 41)
     public = {name for name in vars(CudaDriver) if not name.startswith("_")}
     public -= {"lose", "when_lost"}  # which call nothing
