@@ -33,8 +33,8 @@ from benchmarks.gpu_fleet import (
 
 STEP = 512
 """Tokens of a pass: more than a tile of rows, or shares would make no difference."""
-ON_HOST = {"promote": 0, "whole": 1, "knob": 0}
-CASES: Mapping[str, Mapping[str, float]] = {
+ON_HOST: dict[str, float] = {"promote": 0, "whole": 1, "knob": 0}
+CASES: Mapping[str, dict[str, float]] = {
     "share 0": {**ON_HOST, "os_share": 0},
     "share 0.5": {**ON_HOST, "os_share": 0.5},
     "share 1": {**ON_HOST, "os_share": 1},

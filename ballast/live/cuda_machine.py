@@ -208,8 +208,10 @@ class CudaMachine:
         kind = GpuFusedModel if host.fused else GpuTransformersModel
         _report_dependence(host, self.device)
         shared = (compute.attention, self._graphs, self._common)
-        more = {"invariant": self.device.is_invariant, "host_pointers": self._pointers(host)}
-        made = kind(host, *where, *shared, **more)
+        pointers = self._pointers(host)
+        made = kind(
+            host, *where, *shared, invariant=self.device.is_invariant, host_pointers=pointers
+        )
         self.keep(made)
         return (made,) * len(workspaces)
 

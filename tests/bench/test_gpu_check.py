@@ -20,6 +20,7 @@ from ballast.core.event import Event
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.units import KiB, MiB
 from ballast.kernels.plain.attention import PlainAttention
+from ballast.live import cuda_machine
 from ballast.live.cuda_machine import CudaMachine
 from ballast.live.machine import MakeMachine
 from ballast.models.gpu.graphs import GraphCache
@@ -370,8 +371,11 @@ def test_the_small_fleet_is_exact_under_pressure(case: str) -> None:
     assert driver.is_clean()
 
 
-def test_the_small_fleet_reads_weights_in_host_memory(found: Findings) -> None:
+def test_the_small_fleet_reads_weights_in_host_memory(
+    found: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16 a CPU's products depend on other rows: those tokens are counted alone."""
+    monkeypatch.setattr(cuda_machine, "MEASURED_BYTES", MiB)
     driver = AtOnce(n_bytes=1 << 30, bandwidth=1e9)
     device = DeviceSettings(name="cuda:0", budget_bytes=1 << 30, page_bytes=PAGE)
     make = on_stand_in(driver)

@@ -15,8 +15,10 @@ import pytest
 from ballast.bench.inprocess import InProcess
 from ballast.core.errors import ConfigError
 from ballast.core.settings import FleetSettings
+from ballast.core.units import MiB
 from ballast.core.view import Residency
 from ballast.engine.views import device_view
+from ballast.live import cuda_machine
 from ballast.live.cuda_machine import NOT_LOCKED
 from ballast.live.cuda_reads import KernelReads
 from ballast.models.gpu.executor import GpuExecutor
@@ -31,7 +33,8 @@ from tests.memory.fake_cuda import FakeDriver
 
 
 @pytest.fixture
-def driver() -> Iterator[FakeDriver]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    monkeypatch.setattr(cuda_machine, "MEASURED_BYTES", MiB)
     made = FakeDriver(n_bytes=1 << 30, bandwidth=1e9)
     yield made
     assert made.is_clean(), "something is left of the device"

@@ -146,10 +146,10 @@ def experts_of(model: GpuExecutor) -> list[torch.nn.Module]:
     return [m for m in module.modules() if hasattr(m, "_is_expert_parallel")]
 
 
-def noted(used: set[int]) -> object:
+def noted(used: set[int]) -> Any:
     def note(_: object, given: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
         index = named["top_k_index"] if "top_k_index" in named else given[1]
-        used.update(index.unique().tolist())
+        used.update(torch.unique(index).tolist())
 
     return note
 
