@@ -195,10 +195,7 @@ class SimDevice:
         return state
 
     def _make_runner(
-        self,
-        settings: DeviceSettings,
-        profile: MachineProfile,
-        calls: LoopTime,
+        self, settings: DeviceSettings, profile: MachineProfile, calls: LoopTime
     ) -> SimRunner:
         runner = SimRunner(
             self._heap,

@@ -31,6 +31,8 @@ class CudaVm:
     handles after the last job that uses them was launched. Nothing here waits for the device.
     """
 
+    table_pages = 1
+
     def __init__(self, driver: Driver, ordinal: int, page_bytes: int, n_pages: int) -> None:
         """`page_bytes`: a power of two and a multiple of the driver's granularity.
 
@@ -40,7 +42,6 @@ class CudaVm:
         self.n_pages = n_pages
         self.maps_host = True
         """Whether kernels read weights in host memory: as long as all of it can be page-locked."""
-        self.table_pages = 1
         self.device = driver.device(ordinal)
         for need in (Attribute.MAPS_MEMORY, Attribute.EXPORTS_FDS):
             if not driver.attribute(self.device, need):
