@@ -43,6 +43,8 @@ STEPS = 10
 in all models would be in memory once, and memory would not be short."""
 BUDGET_SHARE = 0.63
 """Budget for weights over the weights of all models."""
+SAMPLING = "temperature: 0.2, top_p: 0.9"
+"""What the model's card recommends; at temperature 1 so small a model makes facts up."""
 REQUESTS = 4
 """Requests of full length whose KV the budget holds."""
 _ACTIVATIONS = 64 * MiB
@@ -318,6 +320,7 @@ def _yaml(fleet: MadeFleet, preset: str) -> str:
         "defaults:",
         "  slo: {ttft: 2.0, tpot: 0.2}  # seconds",
         f"  limits: {{context: {CONTEXT}}}",
+        f"  sampling: {{{SAMPLING}}}  # where a request does not choose",
         "models:",
     ]
     for model in fleet.models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ NEVER = datetime(9999, 12, 31, tzinfo=UTC).isoformat().replace("+00:00", "Z")
 """Time at which a model goes that only a shortage of memory evicts."""
 _LEVELS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 """Name of a dtype, and bytes of an element."""
+_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+"""Sampling defaults whose names are others in Ollama."""
 
 
 def details(spec: ModelSpec, family: str) -> ModelDetails:
@@ -66,13 +69,21 @@ def shown(spec: ModelSpec, family: str, tokenizer: Tokenizer, modified_at: str) 
     }
     return ShownModel(
         modelfile=f"FROM {spec.name}",
-        parameters="\n".join(f'stop "{token}"' for token in tokenizer.spelled(spec.eos_token_ids)),
+        parameters=_parameters(spec, tokenizer),
         template=tokenizer.template,
         details=details(spec, family),
         model_info=info,
         capabilities=[name for name, able in can.items() if able],
         modified_at=modified_at,
     )
+
+
+def _parameters(spec: ModelSpec, tokenizer: Tokenizer) -> str:
+    """List what requests get that do not choose, a line each, as Ollama's `parameters` do."""
+    stops = [f'stop "{token}"' for token in tokenizer.spelled(spec.eos_token_ids)]
+    own = asdict(spec.sampling)
+    named = [f"{_NAMES.get(n, n)} {value}" for n, value in own.items() if value is not None]
+    return "\n".join([*stops, *named])
 
 
 def family_of(fleet: FleetSettings, model: str) -> str:
