@@ -42,7 +42,7 @@ demo: $(REAL)
 $(FLEET): | $(REAL)
 	$(VENV)/bin/ballast fleet make $(dir $(FLEET))
 
-serve: $(READY) $(FLEET)
+serve: $(FLEET) $(READY)
 	$(VENV)/bin/ballast serve $(FLEET) --port $(PORT)
 
 test: $(DEV)

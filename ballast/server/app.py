@@ -42,6 +42,10 @@ _LONGEST_WORD = 40
 error."""
 _PREFIX = "/v1"
 """What clients' base addresses end with, and what is often forgotten there, or given twice."""
+_LIKE = 0.75
+"""Least likeness of a word to the one that is suggested: `delete` is no `release`."""
+_OPERATORS = frozenset(f"/api/{verb}" for verb in ("copy", "create", "delete", "push"))
+"""Routes of Ollama's that clients do not have here."""
 
 
 def create_app(service: Service, admin: AdminService) -> Gate:
@@ -100,9 +104,11 @@ def _near(app: FastAPI, request: Request) -> str:
     within = [path for path in paths if asked.endswith(path.removeprefix(_PREFIX))]
     if within and asked not in paths:
         return f"; did you mean {max(within, key=len)!r}?"
+    if asked in _OPERATORS:
+        return "; an operator adds and removes models, by /admin/models"
     last = asked.rpartition("/")[2][:_LONGEST_WORD]
     ends = sorted({path.rpartition("/")[2] for path in paths})
-    close = difflib.get_close_matches(last, ends, n=1)
+    close = difflib.get_close_matches(last, ends, n=1, cutoff=_LIKE)
     return f"; did you mean {close[0]!r}?" if close and close[0] != last else ""
 
 

@@ -29,7 +29,9 @@ def test_fine_tunes_are_checkpoints_of_the_file_with_what_they_learnt(
     gguf.write(file, gguf.values(), gguf.tensors("Q8_0"))
     made = make_smollm2_fleet(tmp_path / "fleet", file, steps=3)
     assert [m.name for m in made.models] == ["atlas-chat", *TUNES]
-    entries = yaml.safe_load(made.file.read_text())["models"]
+    written = yaml.safe_load(made.file.read_text())
+    assert written["defaults"]["sampling"] == {"temperature": 0, "max_tokens": 512}
+    entries = written["models"]
     assert (entries[0]["path"], entries[0]["aliases"]) == (str(file), ["smollm2"])
     specs: list[ModelSpec] = []
     for entry, model in zip(entries, made.models, strict=True):

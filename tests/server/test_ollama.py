@@ -157,6 +157,12 @@ def test_errors_are_in_ollamas_envelope(
     assert what in answer.json()["error"]
 
 
+def test_what_only_operators_do_says_so(echo: ServerProcess) -> None:
+    answer = echo.http.request("DELETE", "/api/delete", json={"model": MODEL})
+    assert answer.status_code == 404
+    assert answer.json()["error"].endswith("an operator adds and removes models, by /admin/models")
+
+
 @pytest.fixture(scope="module")
 def ollama_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The interpreter of an environment with Ollama's client alone."""

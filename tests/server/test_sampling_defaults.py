@@ -56,6 +56,13 @@ def test_a_response_says_what_counted(running: ServerProcess) -> None:
     assert told["temperature"] == 0.5
 
 
+def test_ollamas_clients_are_shown_the_models_values(running: ServerProcess) -> None:
+    told = running.http.post("/api/show", json={"model": MODEL}).json()["parameters"].splitlines()
+    values = {"temperature 0.3", "top_k 7", "repeat_penalty 1.1", "num_predict 5"}
+    assert values <= set(told)
+    assert not any(line.startswith("top_p") for line in told)
+
+
 def test_what_a_request_names_counts(running: ServerProcess) -> None:
     sent = submission(
         running, "/v1/chat/completions", **CHAT, temperature=0, top_k=-1, max_tokens=20
