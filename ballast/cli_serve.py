@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -17,6 +17,7 @@ from ballast.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ballast.cluster.hosts.hosted_workers import RayHosts
+    from ballast.cluster.worker.early_process import EarlyProcess
     from ballast.core.settings import FleetSettings, ServerSettings
 
 log = getLogger(__name__)
@@ -127,13 +128,11 @@ def serve(
     hosts_http: HostsHttp = None,
 ) -> None:
     """Serve a fleet over HTTP (the OpenAI API)."""
+    early = _begin(log_format, log_level, here=ray is None and hosts_http is None)
     from ballast.bench.progress import lines_to
-    from ballast.cluster.logs import set_up_logs
     from ballast.fleet.fleet_source import FleetSource
     from ballast.policy.presets import PRESETS
     from ballast.server.http.address import check_closed
-
-    set_up_logs("server", log_format, log_level)
 
     def adjust(fleet: FleetSettings) -> FleetSettings:
         """Override the file's settings with the command line's."""
@@ -147,7 +146,7 @@ def serve(
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
     source = FleetSource(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    with lines_to(lambda line: log.info("%s", line), UNCHANGED_SECONDS) as lines:
+    with early or nullcontext(), lines_to(lambda t: log.info("%s", t), UNCHANGED_SECONDS) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
         hosts_http = _hosts_http(hosts_http, reading.fleet)  # whatever is read again: `adjust`
@@ -166,8 +165,21 @@ def serve(
             otlp_endpoint=otlp_endpoint,
             ray=cluster,
             own_process=True,
+            early=early,
         )
     raise typer.Exit(code)
+
+
+def _begin(log_format: str, log_level: str, *, here: bool) -> EarlyProcess | None:
+    """Set up logs, and start the first worker's process, if devices are `here`: it imports beside
+    the server's imports. None: it starts with the others."""
+    from ballast.cluster.logs import set_up_logs
+    from ballast.cluster.worker.early_process import EarlyProcess
+
+    set_up_logs("server", log_format, log_level)
+    with suppress(OSError):
+        return EarlyProcess() if here else None
+    return None
 
 
 def _hosts_http(port: int | None, fleet: FleetSettings) -> int | None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from ballast.bench.progress import Progress, quiet
 from ballast.cluster.placing import part_of
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.early_process import COMMAND
 from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.actions import EvictCommand

@@ -20,7 +20,7 @@ from ballast.bench.sample import DecisionRecord, DeviceSample, decisions_of
 from ballast.cluster.controller import Controller
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.early_process import COMMAND
 from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.core.clock import Clock

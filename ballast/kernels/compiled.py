@@ -3,8 +3,11 @@
 Numba refuses to compile with a cache that it cannot place. Here a machine without one, as with a
 file system that is read only or full, compiles its kernels anew at each start. Numba also takes
 machine code from the cache as long as a kernel's own file is as it was, whatever became of the
-files whose functions it calls. Here code of other sources is removed.
+files whose functions it calls. Here code of other sources is removed, and what is kept is taken
+without the typing of all that Numba could compile, which takes half a second to load.
 """
+
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba import cfunc, njit
+from numba import njit
+from numba.core import sigutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
 
 from ballast.fleet.atomic_file import locked, replace
 
@@ -91,16 +98,43 @@ def keep_only(directory: Path, digest: str) -> bool:
     return False
 
 
+class _KeptCode(FunctionCache):  # type: ignore[misc]  # Numba has no types
+    """Numba's cache, which loads machine code for a target that need not be able to compile."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the code of a signature; None: there is none, and Numba compiles it, for which it
+        prepares the target itself."""
+        rtsys.initialize(target_context)  # the functions that machine code may call
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
+        return None  # the file was unreadable
+
+
+class _CFunction(CFunc):  # type: ignore[misc]
+    def enable_caching(self) -> None:
+        self._cache = _KeptCode(self._pyfunc)
+
+
 def compiled(signature: Any, kernel: Any) -> Any:
     """Compile a C function, or take it from the cache; while another process compiles it, wait for
     that."""
     if is_kept():
         try:
             with _alone(kernel):
-                return cfunc(signature, cache=True, error_model="numpy")(kernel)
+                return _c_function(signature, kernel, kept=True)
         except OSError as error:  # of the cache: the disk is full by now, say
             log.warning("a kernel is not kept for the next start: %s", error)
-    return cfunc(signature, cache=False, error_model="numpy")(kernel)
+    return _c_function(signature, kernel, kept=False)
+
+
+def _c_function(signature: Any, kernel: Any, *, kept: bool) -> Any:
+    """As `numba.cfunc`, with a cache of our own."""
+    normal = sigutils.normalize_signature(signature)
+    made = _CFunction(kernel, normal, locals={}, options={"error_model": "numpy"})
+    if kept:
+        made.enable_caching()
+    made.compile()
+    return made
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from ballast.server.generate.parameters import check_tokens
 from ballast.server.http.off_loop import off_loop
 from ballast.server.http.request_context import RequestContext
 from ballast.server.openai.request import ChatRequest, GenerateRequest
-from ballast.server.text.chat_template import EncodedJob, TemplateRenderer
+from ballast.server.text.chat_template import TemplateRenderer
+from ballast.server.text.template_messages import EncodedJob
 from ballast.server.text.tokenizer import HUGE_TEXT, LONG_TEXT, Tokenizer, TooManyTokens
 from ballast.server.text.turns import fitted
 from ballast.server.tools.dialect import check_arguments

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -25,7 +25,7 @@ from ballast.cluster.hosts.hosted_workers import HostedWorkers, RayHosts, hosted
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.logs import write_line
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.early_process import COMMAND, EarlyProcess
 from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.cluster.worker.spare_worker import LocalWorkers
 from ballast.core.settings import FleetSettings
@@ -61,6 +61,14 @@ ROOM_SECONDS = 2.0
 """Seconds after which a device that waits for a host is not expected to find one at once."""
 
 
+class _Processes(NamedTuple):
+    """How workers of this host are started."""
+
+    command: Sequence[str]
+    early: EarlyProcess | None
+    """Becomes the first one."""
+
+
 class WallClock:
     """Seconds since 1970, to date answers; never used to measure."""
 
@@ -79,6 +87,7 @@ def serve(
     worker_command: Sequence[str] = COMMAND,
     ray: RayHosts | None = None,
     own_process: bool = False,
+    early: EarlyProcess | None = None,
     progress: Callable[[str], object] = lambda text: None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
@@ -94,6 +103,7 @@ def serve(
     a Ray cluster, on whose nodes devices are placed. `own_process`:
     the process is the server's own. A watchdog ends it where it hangs, also after this function has
     returned, it can import no PyTorch from now on, and other processes cannot read its memory.
+    `early`: becomes the first worker of this host.
 
     Raises ConfigError if the fleet is wrong, the address cannot be bound or the process may not
     open as many files as it needs, Unavailable if no model can be served.
@@ -118,7 +128,7 @@ def serve(
         left = runner.run(
             _serve(
                 *(source, reading, weights, host, listener, operator),
-                *(ready, progress, tracer, worker_command, watchdog, ray),
+                *(ready, progress, tracer, _Processes(worker_command, early), watchdog, ray),
             )
         )
         if operator.listener is not None:
@@ -137,7 +147,7 @@ async def _serve(
     ready: Callable[[int], None] | None,
     progress: Callable[[str], object],
     tracer: Tracing | None,
-    worker_command: Sequence[str],
+    processes: _Processes,
     watchdog: Watchdog,
     ray: RayHosts | None,
 ) -> HandedWeights:
@@ -147,7 +157,7 @@ async def _serve(
         broker = SegmentBroker(writable=reading.fleet.has_gpus)
         kv_broker = KvBroker.of(reading.fleet.kv, reading.fleet.server.keys)
         drop_handed = _adopt(weights, broker, reading.fleet)
-        controller = await _controller(reading.fleet, ray, worker_command, broker, kv_broker)
+        controller = await _controller(reading.fleet, ray, processes, broker, kv_broker)
         from ballast.server.admin.admin_service import AdminService
         from ballast.server.fleet_loader import FleetLoader
         from ballast.server.http.connection_limits import Connections
@@ -203,17 +213,20 @@ def _take_process() -> tuple[Handed | None, str]:
 async def _controller(
     fleet: FleetSettings,
     ray: RayHosts | None,
-    worker_command: Sequence[str],
+    processes: _Processes,
     broker: SegmentBroker,
     kv_broker: KvBroker | None,
 ) -> Controller:
     """Return the controller of a fleet. Workers of this host begin to import at once."""
+    command, early = processes
     if ray is not None:
-        hosted = await hosted_on_ray(ray, fleet, worker_command)
+        if early is not None:
+            early.close()
+        hosted = await hosted_on_ray(ray, fleet, command)
         controller = Controller(hosted, hosted)
         controller.prepare(fleet)
         return controller
-    local = LocalWorkers(lambda: LocalWorker(worker_command, broker, kv_broker))
+    local = LocalWorkers(lambda: LocalWorker(command, broker, kv_broker, early))
     controller = Controller(local, broker, kv_broker)
     controller.prepare(fleet)
     await local.begin()

@@ -6,7 +6,6 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,16 +140,42 @@ def test_a_kernel_is_compiled_by_one_process_at_a_time(
 
     seen: list[bool] = []
 
-    def compiling(signature: object, *, cache: bool, error_model: str) -> Callable[[object], str]:
-        assert cache
-        return lambda kernel: seen.append(held()) or "code"  # type: ignore[func-returns-value]
+    def compiling(signature: object, kernel: object, *, kept: bool) -> str:
+        assert kept
+        seen.append(held())
+        return "code"
 
     monkeypatch.setattr(kernels_compiled, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(kernels_compiled, "is_kept", lambda: True)
-    monkeypatch.setattr(kernels_compiled, "cfunc", compiling)
+    monkeypatch.setattr(kernels_compiled, "_c_function", compiling)
     assert kernels_compiled.compiled("void(int64)", test_code_of_other_sources_is_removed) == "code"
     assert seen == [True]
     assert not held()
+
+
+KEPT = """
+import ctypes, sys
+from ballast.kernels.stream_copy import LEAST_BYTES, stream_copier
+
+source, target = ((ctypes.c_char * LEAST_BYTES)() for _ in range(2))
+source[:3] = b"abc"
+stream_copier()(ctypes.addressof(target), ctypes.addressof(source), LEAST_BYTES)
+assert bytes(target) == bytes(source)
+print("numba.np.linalg" in sys.modules)
+"""
+
+
+def test_kept_code_is_loaded_without_what_compiles(tmp_path: Path) -> None:
+    """Numba would import half of itself, and SciPy, before it looks at its cache."""
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    for compiles in ("True", "False"):
+        command = (sys.executable, "-c", KEPT)
+        out = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+        assert (out.stdout.strip(), out.stderr) == (compiles, "")
 
 
 BESIDE = """

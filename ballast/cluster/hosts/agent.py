@@ -26,7 +26,8 @@ from ballast.cluster.hosts.model_exchange import ModelExchange, machine
 from ballast.cluster.hosts.server_inbox import Server
 from ballast.cluster.hosts.worker_forwarder import WorkerForwarder
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_process import COMMAND, LocalProcess
+from ballast.cluster.worker.early_process import COMMAND
+from ballast.cluster.worker.local_process import LocalProcess
 from ballast.cluster.worker.renewals import Renewal
 from ballast.core.errors import BallastError
 from ballast.transport.curve import CurveClient, CurveKeys, CurveLink, pipe_of

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ballast.cluster.hosts.agent import HostAgent
 from ballast.cluster.hosts.server_inbox import ServerInbox
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
-from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.early_process import COMMAND
 from ballast.core.errors import BallastError
 from ballast.isolation.orphan import die_with
 from ballast.transport.curve import CurveKeys

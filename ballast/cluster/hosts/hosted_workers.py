@@ -22,7 +22,7 @@ from ballast.cluster.hosts.http_relays import HttpRelays, RelayProvider
 from ballast.cluster.hosts.model_copies import ModelCopies
 from ballast.cluster.hosts.ray_cluster import RayCluster
 from ballast.cluster.placing import part_of
-from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.early_process import COMMAND
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.errors import BallastError, ConfigError, Unavailable
 from ballast.core.settings import FleetSettings, ServerSettings

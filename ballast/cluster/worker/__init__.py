@@ -7,6 +7,7 @@ process, watches it and ends it, is here as well. Which requests a worker gets i
 
 Both ends:
 
+- `early_process`: A worker's process that starts before its server knows what it is for.
 - `flight_recorder`: Shared memory that records which requests are in the job in flight.
 - `process_names`: Names of worker processes, as operators see them.
 - `renewals`: Connect a worker with the next server, by word of its host's agent.

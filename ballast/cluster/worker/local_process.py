@@ -10,18 +10,16 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
+from ballast.cluster.worker.early_process import COMMAND, EarlyProcess
 from ballast.cluster.worker.flight_recorder import FlightRecorder, flight_memory
 from ballast.cluster.worker.liveness_watch import Activity, process_activity
 from ballast.cluster.worker.renewals import Renewal, RenewalPipe
 from ballast.isolation.environment import child_environment
-
-COMMAND = (sys.executable, "-m", "ballast.cluster.worker.process")
 
 
 class LocalProcess:
@@ -36,10 +34,13 @@ class LocalProcess:
         command: Sequence[str] = COMMAND,
         broker: SegmentBroker | None = None,
         kv_broker: KvBroker | None = None,
+        early: EarlyProcess | None = None,
     ) -> None:
         """`broker`: shares segments of weights between the workers of this host; None: weights are
-        not shared. `kv_broker`: keeps their KV; None: it goes with them."""
+        not shared. `kv_broker`: keeps their KV; None: it goes with them. `early`: becomes the
+        process, if it can."""
         self._command = tuple(command)
+        self._early = early
         self._brokers: dict[str, SegmentBroker | KvBroker | None] = {
             "--segments": broker,
             "--kv": kv_broker,
@@ -48,7 +49,7 @@ class LocalProcess:
         self._renewals: RenewalPipe | None = None
         self._flight_fd = flight_memory()
         self._flight = FlightRecorder(self._flight_fd)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | EarlyProcess | None = None
         self._closed = False
         self._recorded: frozenset[str] | None = None
         """What the flight record held when it was freed."""
@@ -89,18 +90,12 @@ class LocalProcess:
                 self._connections.append((broker, ours))
                 worker_ends.append(theirs)
                 fds[option] = theirs.fileno()
-        arguments = ["--parent", str(os.getpid())]
-        for name, fd in fds.items():
-            arguments += (name, str(fd))
+        arguments = ["--parent", str(os.getpid()), *options]
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *arguments,
-                *options,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=tuple(fds.values()),
-                env=child_environment(),
-            )
+            if self._early is not None and self._early.order(arguments, fds):
+                self._process = self._early
+            else:
+                self._process = await self._executed(arguments, fds)
         finally:
             for end in worker_ends:
                 end.close()  # else the worker's death would go unnoticed
@@ -108,6 +103,20 @@ class LocalProcess:
                 self._renewals.close_reader()
         self.exited = asyncio.ensure_future(self._process.wait())
         self.exited.add_done_callback(lambda _: ended())
+
+    async def _executed(
+        self, arguments: Sequence[str], fds: Mapping[str, int]
+    ) -> asyncio.subprocess.Process:
+        """Start a process; `fds`: descriptors that it inherits, by option. Raises OSError."""
+        inherited = (text for name, fd in fds.items() for text in (name, str(fd)))
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            *arguments,
+            *inherited,
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=tuple(fds.values()),
+            env=child_environment(),
+        )
 
     def renew(self, renewal: Renewal) -> None:
         """Send word of its server to a process that is renewable."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ballast.cluster.kv_broker import KvBroker
 from ballast.cluster.segment_broker import SegmentBroker
-from ballast.cluster.worker.local_process import COMMAND, LocalProcess
+from ballast.cluster.worker.early_process import COMMAND, EarlyProcess
+from ballast.cluster.worker.local_process import LocalProcess
 from ballast.cluster.worker.supervised_worker import SupervisedWorker
 from ballast.core.settings import FleetSettings
 from ballast.transport.sockets import PrivateDirectory, ServerSocket
@@ -27,8 +28,9 @@ class LocalWorker(SupervisedWorker):
         command: Sequence[str] = COMMAND,
         broker: SegmentBroker | None = None,
         kv_broker: KvBroker | None = None,
+        early: EarlyProcess | None = None,
     ) -> None:
-        """`broker`, `kv_broker`: as of `LocalProcess`."""
+        """`broker`, `kv_broker`, `early`: as of `LocalProcess`."""
         super().__init__()
         self._broker = broker
         with contextlib.ExitStack() as undo:
@@ -36,7 +38,7 @@ class LocalWorker(SupervisedWorker):
             self.directory: Path = self._directory.path
             """The directory of the socket; removed once the worker has connected, or by `close`."""
             undo.callback(self._directory.close)
-            self._process = LocalProcess(command, broker, kv_broker)
+            self._process = LocalProcess(command, broker, kv_broker, early)
             self._to_worker = ServerSocket(self._directory.path)
             undo.pop_all()
 

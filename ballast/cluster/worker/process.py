@@ -1,6 +1,7 @@
 """Run a worker's process: `python -m ballast.cluster.worker.process --dir DIR --parent PID ...`.
 
-Started by `LocalProcess`. Heavy imports (PyTorch, models) happen when the device is built or in a
+Started by `LocalProcess`, or by `EarlyProcess`, of which it gets the rest of its arguments while it
+imports. Heavy imports (PyTorch, models) happen when the device is built or in a
 spare's warm-up. Only the server ends the process: signals of the terminal are ignored.
 """
 
@@ -11,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +29,7 @@ from ballast.cluster.worker.device_thread import (
     Record,
     WorkerDevice,
 )
+from ballast.cluster.worker.early_process import AHEAD, arguments_from
 from ballast.cluster.worker.flight_recorder import FlightRecorder
 from ballast.cluster.worker.process_names import PREPARING, SERVING, SPARE, name_process
 from ballast.cluster.worker.renewals import Renewals
@@ -133,6 +136,17 @@ def main(
 
     A spare warms up before it connects to the server.
     """
+    # A terminal or a service manager signals the whole group; the server decides what that means.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    argv = sys.argv[1:] if argv is None else argv
+    ahead: threading.Thread | None = None
+    if argv[:1] == [AHEAD]:
+        die_with(int(argv[2]))
+        ahead = _importing()
+        argv = arguments_from(int(argv[1]))
+        if argv is None:
+            os._exit(0)
     parser = argparse.ArgumentParser(prog="ballast.cluster.worker.process")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--dir", type=Path, help="holds the socket")
@@ -146,10 +160,6 @@ def main(
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
     name_process(PREPARING if arguments.spare else SERVING)
-    # A terminal or a service manager signals the whole group; the server decides what that means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     set_up_logs("worker", os.environ.get(FORMAT_VARIABLE, "text"), "warning")
     from ballast.live.inbox import MonotonicClock
 
@@ -162,9 +172,7 @@ def main(
     segments = None if arguments.segments is None else SegmentClient(arguments.segments)
     renewals = None if arguments.renewals is None else Renewals(arguments.renewals)
     if make_device is live_device:
-        ahead = threading.Thread(target=import_ahead, name="imports", daemon=True)
-        ahead.start()
-        imported = partial(wait_for_exit, ahead)
+        imported = partial(wait_for_exit, ahead or _importing())
         make_device = partial(live_device, kv_fd=arguments.kv, imported=imported)
     clock = MonotonicClock()
     code = Worker(socket, make_device, flight.record, clock, segments, renewals).run()
@@ -172,6 +180,13 @@ def main(
     # Nothing is left to clean up; the interpreter's own exit takes seconds of a busy CPU, and an
     # abandoned thread that still loads cannot be stopped.
     os._exit(code)
+
+
+def _importing() -> threading.Thread:
+    """Begin `import_ahead` on a thread."""
+    thread = threading.Thread(target=import_ahead, name="imports", daemon=True)
+    thread.start()
+    return thread
 
 
 def _run_when_idle(task: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ written anything.
 - `pieces`: Pieces of output: text, tokens with log-probabilities, ends.
 - `reasoning`: Divides output into reasoning and answer.
 - `stop_strings`: Stop strings in streamed text.
+- `template_messages`: Messages between the server and what renders its templates.
 - `template_traits`: Finds out which forms of conversation a chat template takes.
 - `template_check`: Check at the start that tokenizer and chat template fit the model.
 - `text_bound`: An upper bound of tokens by characters, to refuse long texts early.

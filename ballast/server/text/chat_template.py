@@ -18,16 +18,26 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import suppress
-from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
-
-import msgspec
 
 from ballast.core.errors import InvalidRequest, Unavailable
 from ballast.isolation.environment import child_environment
 from ballast.server.http.fair_turns import FairTurns
+from ballast.server.text.template_messages import (
+    BROKEN,
+    FORK,
+    KILL,
+    LENGTH,
+    NUMBER_BYTES,
+    REFUSED,
+    TEXT,
+    TOO_MUCH,
+    EncodedJob,
+    framed,
+    refused,
+)
 from ballast.server.text.template_traits import TemplateTraits
 
 log = logging.getLogger(__name__)
@@ -42,47 +52,9 @@ TRIES = 2
 """Children that are asked for one conversation."""
 MEMORY_BYTES = 1 << 30
 """Most address space of a child, in bytes; Python and the loaded modules take a fifth."""
-MOST_BYTES = 64 << 20
-"""Most bytes of text that a template may produce."""
 CHILDREN = 2
 """Most templates that are rendered at a time. Each template has one child at most, so that a bad
 one does not occupy all."""
-_LENGTH = 4
-"""Size of a message's length prefix, in bytes."""
-
-FORK, KILL, NUMBER_BYTES = b"f", b"k", 8
-"""First byte of a message to the forking process: fork a child for the connection that is attached,
-or kill the child whose number follows, in NUMBER_BYTES bytes."""
-TEXT, REFUSED, BROKEN, TOO_MUCH = b"t", b"r", b"s", b"m"
-"""First byte of a reply: the text follows, or the template's reason for refusing, or the error of
-its syntax, or nothing."""
-
-
-class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation to render, in the form that `transformers` takes."""
-
-    template: str
-    messages: list[Mapping[str, Any]]
-    tools: list[Mapping[str, Any]] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    variables: Mapping[str, Any]
-    """Special tokens, and the client's `chat_template_kwargs`."""
-
-    def encoded(self) -> EncodedJob:
-        """Encode the job as JSON. Raises InvalidRequest for a value that JSON cannot spell."""
-        try:
-            return EncodedJob(self.template, msgspec.json.encode(self))
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise _refused(error) from error
-
-
-class EncodedJob(NamedTuple):
-    """A `TemplateJob` on its way to a child. Thousands of messages are one object, which no garbage
-    collection visits while the job waits."""
-
-    template: str
-    json: bytes
 
 
 class TemplateTooCostly(InvalidRequest):
@@ -131,7 +103,7 @@ class TemplateRenderer:
         if kind == TEXT:
             return text
         if kind == REFUSED:
-            raise _refused(text)
+            raise refused(text)
         if kind == BROKEN:
             why = "the model's chat template does not parse"
             raise TemplateBroken(f"{why}: {text}; use /v1/completions, or repair it", "messages")
@@ -283,39 +255,12 @@ class _Child:
         ended."""
         self._writer.write(framed(question))
         await self._writer.drain()
-        size = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
+        size = int.from_bytes(await self._reader.readexactly(LENGTH), "big")
         return await self._reader.readexactly(size)
 
     def close(self) -> None:
         """Close the connection: the child ends when it is idle, or when its time is up."""
         self._writer.close()
-
-
-def framed(message: bytes) -> bytes:
-    """Add a message's length prefix."""
-    return len(message).to_bytes(_LENGTH, "big") + message
-
-
-def received(connection: socket.socket) -> bytes | None:
-    """Read the next message; None at the end of the connection."""
-    head = _exactly(connection, _LENGTH)
-    return None if head is None else _exactly(connection, int.from_bytes(head, "big"))
-
-
-def _exactly(connection: socket.socket, n: int) -> bytes | None:
-    data = bytearray(n)
-    at = 0
-    while at < n:
-        got = connection.recv_into(memoryview(data)[at:])
-        if not got:
-            return None
-        at += got
-    return bytes(data)
-
-
-def _refused(why: object) -> InvalidRequest:
-    said = f"the model's chat template does not accept these messages: {why!s:.1000}"
-    return InvalidRequest(said, "messages")
 
 
 def _too_costly() -> TemplateTooCostly:

@@ -24,7 +24,7 @@ from jinja2 import TemplateSyntaxError
 
 from ballast.isolation.confinement import confine
 from ballast.isolation.orphan import die_with
-from ballast.server.text.chat_template import (
+from ballast.server.text.template_messages import (
     BROKEN,
     FORK,
     KILL,

@@ -24,9 +24,7 @@ from ballast.core.model import ModelSpec
 from ballast.fleet.unfinished_download import unfinished
 from ballast.memory.syscalls import malloc_trim
 from ballast.server.text.chat_template import (
-    EncodedJob,
     TemplateBroken,
-    TemplateJob,
     TemplateRenderer,
     TemplateTooCostly,
 )
@@ -38,6 +36,7 @@ from ballast.server.text.detokenize import (
     token_bytes_of,
 )
 from ballast.server.text.reasoning import ReasoningTags
+from ballast.server.text.template_messages import EncodedJob, TemplateJob
 from ballast.server.text.template_traits import TemplateTraits, probed
 from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect

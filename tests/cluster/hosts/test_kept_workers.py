@@ -14,7 +14,7 @@ from ballast.cluster.controller import Controller
 from ballast.cluster.hosts import hosted_workers
 from ballast.cluster.hosts.hosted_worker import HostedWorker
 from ballast.cluster.hosts.hosted_workers import HostedWorkers, fleet_id
-from ballast.cluster.worker.local_process import COMMAND
+from ballast.cluster.worker.early_process import COMMAND
 from ballast.core.errors import Unavailable
 from ballast.core.event import FinishedOutput, Output, TokenOutput
 from ballast.core.request import Submission

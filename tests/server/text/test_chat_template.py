@@ -24,12 +24,11 @@ from ballast.server.text import chat_template
 from ballast.server.text.chat_template import (
     CPU_SECONDS,
     MEMORY_BYTES,
-    EncodedJob,
-    TemplateJob,
     TemplateRenderer,
     TemplateTooCostly,
 )
 from ballast.server.text.template_check import check_tokenizer
+from ballast.server.text.template_messages import EncodedJob, TemplateJob
 from ballast.server.text.tokenizer import Tokenizer
 from tests.server.process import DEADLINE
 from tests.server.tools.test_tool_templates import OTHERS, TEMPLATES
