@@ -105,14 +105,7 @@ class _KeptCode(FunctionCache):  # type: ignore[misc]  # Numba has no types
         """Return the code of a signature; None: there is none, and Numba compiles it, for which it
         prepares the target itself."""
         rtsys.initialize(target_context)  # the functions that machine code may call
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
-        return None  # the file was unreadable
-
-
-class _CFunction(CFunc):  # type: ignore[misc]
-    def enable_caching(self) -> None:
-        self._cache = _KeptCode(self._pyfunc)
+        return self._load_overload(sig, target_context)
 
 
 def compiled(signature: Any, kernel: Any) -> Any:
@@ -130,9 +123,9 @@ def compiled(signature: Any, kernel: Any) -> Any:
 def _c_function(signature: Any, kernel: Any, *, kept: bool) -> Any:
     """As `numba.cfunc`, with a cache of our own."""
     normal = sigutils.normalize_signature(signature)
-    made = _CFunction(kernel, normal, locals={}, options={"error_model": "numpy"})
+    made = CFunc(kernel, normal, locals={}, options={"error_model": "numpy"})
     if kept:
-        made.enable_caching()
+        made._cache = _KeptCode(kernel)  # type: ignore[attr-defined]
     made.compile()
     return made
 
