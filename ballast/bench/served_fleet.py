@@ -30,6 +30,7 @@ from ballast.bench.simulation_setup import WorkloadOptions
 from ballast.bench.story_report import report_story
 from ballast.bench.verdict import verdict
 from ballast.core.errors import BallastError, ConfigError
+from ballast.core.job import JobLoad
 from ballast.core.link import LinkRates
 from ballast.engine.state import DeviceState
 from ballast.isolation.limits import Limits
@@ -55,6 +56,8 @@ from ballast.sim.story_reader import DeviceStory, read_device_stories
 from ballast.workload.workload import Workload, WorkloadRequest
 
 MOST_PRESETS = 6
+UNASKED = 8, 1000
+"""Fewest and most requests of a generator, on average, where no rate was asked for."""
 PROGRESS_SECONDS = 0.2
 _NICE = 10
 
@@ -189,7 +192,26 @@ def _workload(job: SimulationJob) -> Workload:
     if (job.rate or 0.0) * job.seconds > MOST_REQUESTS:
         raise ConfigError("rate", job.rate, f"at most {MOST_REQUESTS} requests in all")
     wanted = WorkloadOptions(job.workload, job.rate, job.seconds, seed=job.seed, context=context)
-    return wanted.drawn(list(slos_of(job.fleet)), job.seed)
+    names = list(slos_of(job.fleet))
+    drawn = wanted.drawn(names, job.seed)
+    if job.rate is not None or job.devices != HERE or not drawn.requests:
+        return drawn
+    least, most = (n / job.seconds for n in UNASKED)
+    rate = min(max(least, _full_rate(job, drawn)), most)
+    return replace(wanted, rate=rate).drawn(names, job.seed)
+
+
+def _full_rate(job: SimulationJob, work: Workload) -> float:
+    """Requests a second, of such lengths, that keep the fleet's own devices busy if each is served
+    alone: with steps that several share there is room, without pages there is none."""
+    costs = {s.name: job.costs[spec.name] for spec in job.specs for s in spec.served}
+
+    def alone(r: WorkloadRequest) -> float:
+        step = costs[r.model].of(JobLoad(0, 0, 0, 1, r.prompt_tokens))
+        return costs[r.model].prefill_seconds(r.prompt_tokens) + (r.output_tokens - 1) * step
+
+    seconds = sum(map(alone, work.requests)) / len(work.requests)
+    return float(f"{len(job.fleet.devices) / seconds:.2g}")
 
 
 def _recorded(job: SimulationJob) -> Workload:

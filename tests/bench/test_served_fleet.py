@@ -65,6 +65,19 @@ def test_of_its_requests_the_last_seconds_count_and_another_rate_squeezes_them()
     assert "share nothing" in found["workload"]
 
 
+def test_without_a_rate_as_much_is_asked_as_its_devices_can_do() -> None:
+    """A machine of a tenth of the speed gets a tenth of the requests, within what was measured."""
+    found = []
+    for factor in (1.0, 10.0):
+        costs = {
+            name: replace(c, base=factor * c.base, per_token=factor * c.per_token)
+            for name, c in job().costs.items()
+        }
+        asked = {"workload": "bursty", "seconds": 600.0, "presets": "swap"}
+        found.append(answer(job(costs=costs, **asked))["presets"][0]["requests"])
+    assert 8 <= found[0] / found[1] <= 12
+
+
 def test_the_fewest_devices_of_a_kind() -> None:
     asked = {"devices": "H100-80G", "presets": "balloon", "workload": "poisson", "seconds": 4.0}
     found = answer(job(kind="plan", target=0.5, rate=1.0, **asked))
