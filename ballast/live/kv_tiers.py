@@ -1,8 +1,8 @@
 """Move KV between a live CPU device and the host tier, beside its jobs.
 
 Implements `engine.kv_tiers.KvTierCopies`. Bytes pass the device's link, as all others between host
-and device do, in a stream of their own. Every block has a checksum, made when it is stored and
-compared when it is fetched.
+and device do, in a stream of their own. Every block has a checksum, made when it is stored, and
+compared while it is fetched: what is checked is the store's copy, which does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -122,6 +122,8 @@ class LiveKvTiers:
     ) -> None:
         self._connection, self._link, self._post = connection, link, post
         self._checks = ThreadPoolExecutor(1, "kv-checks")
+        self._lands = ThreadPoolExecutor(1, "kv-lands")
+        """Checksums of what is stored, for which no request waits."""
         self._numbers = itertools.count(1)
         self._fetches: dict[str, _Fetch] = {}
         self._storing: dict[tuple[str, int], _Store] = {}
@@ -153,7 +155,7 @@ class LiveKvTiers:
             fetch.gate.shut()
 
     def _copy_in(self, fetch: _Fetch, slots: Sequence[Slot]) -> None:
-        """Begin to copy blocks from their slots to the device."""
+        """Begin to copy blocks from their slots to the device, and to check them."""
         copies: list[Copy] = []
         for slot, (address, n_bytes) in zip(slots, fetch.targets, strict=False):
             at = 0
@@ -161,26 +163,34 @@ class LiveKvTiers:
                 copies.append(Copy(address + at, source, n))
                 at += n
 
-        def copied(done: TransferDoneEvent) -> None:
-            with suppress(RuntimeError):  # the device closes
-                self._checks.submit(self._check, fetch, slots, done.error)
-
         if not slots:
             self._end_fetch(fetch, 0)
-        elif not self._start(copies, Direction.TO_DEVICE, copied, fetch.gate):
+            return
+        try:
+            checked = self._checks.submit(self._good, slots)
+        except RuntimeError:  # the device closes
+            return
+
+        def copied(done: TransferDoneEvent) -> None:
+            checked.add_done_callback(lambda good: self._fetched(fetch, slots, good, done.error))
+
+        if not self._start(copies, Direction.TO_DEVICE, copied, fetch.gate):
             self._connection.release(fetch.names[: len(slots)])
             self._end_fetch(fetch, 0)
 
-    def _check(self, fetch: _Fetch, slots: Sequence[Slot], error: str | None) -> None:
-        """Count the blocks, from the first, that were as they had been stored."""
-        names, good = fetch.names[: len(slots)], 0
-        corrupt = b""
-        if error is None:
-            for slot, name in zip(slots, names, strict=True):
-                if self._checksum(slot.runs, slot.n_bytes) != slot.checksum:
-                    corrupt = name
-                    break
-                good += 1
+    def _good(self, slots: Sequence[Slot]) -> int:
+        """Count the blocks, from the first, that are as they were stored."""
+        wrong = (i for i, s in enumerate(slots) if self._checksum(s.runs, s.n_bytes) != s.checksum)
+        return next(wrong, len(slots))
+
+    def _fetched(
+        self, fetch: _Fetch, slots: Sequence[Slot], checked: Future[int], error: str | None
+    ) -> None:
+        """Blocks have been copied, and checked, if the device does not close."""
+        if checked.cancelled():
+            return
+        names, good = fetch.names[: len(slots)], 0 if error is not None else checked.result()
+        corrupt = names[good] if error is None and good < len(names) else b""
         self._connection.release(names, corrupt)
         self._end_fetch(fetch, good)
 
@@ -230,7 +240,7 @@ class LiveKvTiers:
 
         def copied(done: TransferDoneEvent) -> None:
             with suppress(RuntimeError):
-                self._checks.submit(self._land, taken, done.error)
+                self._lands.submit(self._land, taken, done.error)
 
         if taken and not self._start(copies, Direction.TO_HOST, copied, stores[0].gate):
             self._land(taken, "the link is closed")
@@ -261,7 +271,8 @@ class LiveKvTiers:
             gate.shut()
         for request_id in list(self._fetches):
             self.stop(request_id)
-        self._checks.shutdown(cancel_futures=True)
+        for threads in (self._checks, self._lands):
+            threads.shutdown(cancel_futures=True)
         self._connection.close()
 
     def _start(

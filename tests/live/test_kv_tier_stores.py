@@ -64,7 +64,7 @@ def stored(what: Callable[[LiveKvTiers], object]) -> tuple[list[bool], set[bytes
     what(tiers)
     stopped = [gate.is_shut for gate in link.gates]
     link.copy()
-    tiers._checks.shutdown(wait=True)
+    tiers._lands.shutdown(wait=True)
     tiers.close()
     found = {name for name in names if store.look_up("m", [name]) == "h"}
     return stopped, found
