@@ -3,7 +3,8 @@
 One model with a time to live of a second, served by `ballast serve` in a process of its own, with
 `keep_free: 0` and without it, in turns. `bytes`: what the device's file holds, as the system sees
 it: while the model works, and once it has left and its pages have been free for ten seconds.
-`first_token_s`: of a request that brings the model back, each of its own.
+`first_token_s`: of a request that brings the model back, each of its own. `taken_again_s`: how much
+later that is where the pages' memory had gone back, and is taken again.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def main() -> None:
     keys = {
         "idle_over_busy": given["idle_bytes"] / given["busy_bytes"],
         "first_token_over_kept": given["first_token_s"] / found["kept"]["first_token_s"],
+        "taken_again_s": given["first_token_s"] - found["kept"]["first_token_s"],
     }
     finish(args, "memory_back", {**keys, **found})
 

@@ -14,6 +14,8 @@ layer by layer), in chunks four times as long, and in one.
 - `ratio_8k`, `ratio_32k`: the least and the most of `swiftcache` over chunks of 8K (the paper:
   1.58 to 3.98), and over chunks of 32K and none (1.81 to 6.66).
 - `live_ratio`: by budget.
+- `beside`: every number of the text about contexts, and the same here; `roomy`: of models that
+  leave at least half of their device to KV.
 - `units`: blocks that a master and a worker exchange at least (equations 6 to 9), and the memory
   that is lost for it, against pages of 2 MiB.
 """
@@ -135,6 +137,37 @@ def range_of(found: dict[str, dict[str, Longest]], *arms: str) -> tuple[float, f
     return min(ratios), max(ratios)
 
 
+def roomy(found: dict[str, dict[str, Longest]]) -> dict[str, dict[str, Longest]]:
+    """The rows of models whose weights take at most half of their device."""
+
+    def memory(device: str) -> float:
+        hardware = device_profile(device).hardware
+        assert hardware is not None
+        return hardware.memory_bytes
+
+    return {
+        d: {n: row for n, row in rows.items() if 4 * facts(n).parameters <= memory(d)}
+        for d, rows in found.items()
+    }
+
+
+def beside(found: dict[str, dict[str, Longest]]) -> list[tuple[str, Any, Any]]:
+    """(what, what the text states, the same here)."""
+    spare = roomy(found)
+    arms = {
+        "over chunks of 8K": ("chunk_8k",),
+        "over chunks of 32K and none": ("chunk_32k", "whole"),
+    }
+    rows: list[tuple[str, Any, Any]] = []
+    for what, names in arms.items():
+        rows.append((what, STATED[what], range_of(found, *names)))
+        rows.append((f"{what}, roomy", STATED[what], range_of(spare, *names)))
+    for device in ("V100-32G", "H20-96G"):
+        what = f"LWM without chunks, {device}"
+        rows.append((what, STATED[what], found[device]["LWM-1M-7b"].whole))
+    return rows
+
+
 def contradiction() -> list[float]:
     """MiB of memory beside the weights for each token of the longest unchunked contexts that the
     paper states of one model: they differ by more than any activations would explain."""
@@ -231,6 +264,7 @@ def main() -> None:
         "ratio_8k": range_of(found, "chunk_8k"),
         "ratio_32k": range_of(found, "chunk_32k", "whole"),
         "stated": STATED,
+        "beside": beside(found),
         "mib_per_token_stated": contradiction(),
         "units": {
             m: {w: units(facts(m), facts(w)) for w in WORKED if w != m}
@@ -261,7 +295,17 @@ def drawn(result: dict[str, Any]) -> Table:
         cells = (row[c] for c in ("8K", "32K", "none", "swiftcache"))
         ratio = f"{row['swiftcache'] / row['8K']:.2f}"
         table.add_row("CPU", f"{pages} pages", *(f"{n:,}" for n in cells), ratio)
+    table.caption = "\n".join(
+        f"{what}: the text {_shown(text)}, here {_shown(here)}"
+        for what, text, here in result["beside"]
+    )
     return table
+
+
+def _shown(value: tuple[float, float] | int) -> str:
+    if isinstance(value, int):
+        return f"{value:,} tokens"
+    return f"{value[0]:.2f} to {value[1]:.2f}"
 
 
 if __name__ == "__main__":

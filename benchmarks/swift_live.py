@@ -25,7 +25,8 @@ requests are always drawn.
 - `transfer_hidden`: of what the link between devices carried for passes that took as long, the part
   for which they did not wait (goal 0.95).
 - `copied_over_in_place`: P99 TTFT of `copied` over that of `swiftcache`.
-- `breakdown`: of `swiftcache` and `offload`, the phases of prefills (`swift_phases`), as parts.
+- `breakdown`: of `swiftcache` and `offload`, the phases of prefills (`swift_phases`), as parts;
+  `overlapped`: what passes wait for links; and P99 of a request's load and store.
 - `swept`: the first, with the link between devices 1/4 and 4 times as fast.
 """
 
@@ -343,7 +344,7 @@ def main() -> None:
         "lender_slowdown": over(tpot(seen["swiftcache"]), tpot(seen["unlent"]), less=1.0),
         "transfer_hidden": totals["swiftcache"].hidden,
         "copied_over_in_place": over(p99(seen.get("copied", ())), p99(seen["swiftcache"])),
-        "breakdown": {r: t.parts() for r, t in totals.items() if r in MOVING},
+        "breakdown": {r: t.measured() for r, t in totals.items() if r in MOVING},
         "swept": {
             factor: over(p99(runs), p99(seen["offload"][:1])) for factor, runs in swept.items()
         },
@@ -380,7 +381,10 @@ def drawn(result: dict[str, Any]) -> Table:
         cells = (shown_as(found[c]) for c in ("p50_ttft", "p99_ttft", "cached", "short_tpot"))
         table.add_row(row, *cells, str(found["error"] or 0), str(found["lent_pages"]))
     goals = {"p99_ttft_over_host_offload": 0.46, "lender_slowdown": 0.05, "transfer_hidden": 0.95}
-    table.caption = "; ".join(f"{k} {shown_as(result[k])} (goal {g})" for k, g in goals.items())
+    lines = ["; ".join(f"{k} {shown_as(result[k])} (goal {g})" for k, g in goals.items())]
+    for row, of in result["breakdown"].items():
+        lines.append(f"{row}: " + ", ".join(f"{k} {shown_as(v)}" for k, v in of.items()))
+    table.caption = "\n".join(lines)
     return table
 
 

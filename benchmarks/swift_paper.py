@@ -33,6 +33,8 @@ STATED = (
     Stated("store_p99_32b", "6", "99% of requests have KV cache storing times under 6 ms", "ms"),
     Stated("pcie_5k", "75", "PCIe-based loading takes around 75ms at 5k historical tokens", "ms"),
     Stated("compute_5k", "27", "while computation only takes about 27ms", "ms"),
+    Stated("overhead_5k", "73.2", "the transfer overhead rises from 73.2%", "%"),
+    Stated("overhead_50k", "86.2", "to 86.2% as history grows to 50k tokens", "%"),
     Stated("longest_over_8k", "1.58-3.98", "improvements ranging from 1.58x to 3.98x", "x"),
     Stated("longest_over_32k", "1.81-6.66", "in the range of 1.81x to 6.66x", "x"),
     Stated("lwm_v100", "18", "sequences up to 18K tokens on a 32GB V100 GPU", "K tokens"),

@@ -13,10 +13,13 @@ the borrower as master by Algorithm 1; `offload`, blocks on the host (as LMCache
 - `p99_ttft_over_offload`: by borrower (the paper: 0.31 to 0.46).
 - `lenders`: by row and neighbour, its median TTFT and TPOT. A lender's memory bandwidth is not
   shared with its borrower here.
+- `breakdown`, of each row: queue, load, execute and store of the borrower's prefills
+  (`swift_phases`) as parts of their sum, what overlap leaves of load and store, and P99 of each.
 - `sweep`: the first, with NVLink 1/4 to 4 times as fast.
-- `beside`: what the text states, and the same here.
+- `beside`: every number of the text about latency, and the same here (contexts: `swift_context`).
 
-`--borrowers LWM-1M-7b,Qwen3-14b`: only these; `--rows`: only these, of which nothing is compared.
+`--borrowers LWM-1M-7b,Qwen3-14b`: only these; `--rows`: only these, of which nothing is compared;
+`--load`, `--block`: more turns, and shorter blocks of shared histories, in all rows.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +37,7 @@ from rich.table import Table
 from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.progress import shown
 from ballast.bench.record import RequestRecord
+from ballast.core.entries import Sink
 from ballast.core.fleet import LendPages, Need, Room
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
@@ -47,10 +51,12 @@ from ballast.sim.cluster import SERVED as CLUSTER_SERVED
 from ballast.sim.cluster import parse_kinds
 from ballast.sim.cluster_files import ClusterFiles
 from ballast.sim.model_catalogue import facts
+from ballast.sim.profile import device_profile
 from ballast.sim.topology import ClusterLinks, PeerLinks
 from ballast.workload.workload import Workload, WorkloadRequest
 from benchmarks.common import finish, options
 from benchmarks.swift_paper import CONTRADICTIONS, STATED
+from benchmarks.swift_phases import PhaseCounter, Phases
 
 MODELS = {"LWM-1M-7b": 64, "Qwen3-14b": 192, "Qwen3-32b": 128}
 """With the tokens of a block, such that each fills a page."""
@@ -147,7 +153,9 @@ def joints(row: Row, nvlink: float) -> ClusterLinks:
     )
 
 
-def conversations(borrower: str, seconds: float, seed: int) -> tuple[Workload, float]:
+def conversations(
+    borrower: str, seconds: float, seed: int, load: float = 1.0, block: int = BLOCK
+) -> tuple[Workload, float]:
     """The requests of all models, and from when on they count."""
     rng = random.Random(f"{borrower}-{seed}")
     sessions = SESSIONS[borrower]
@@ -155,7 +163,7 @@ def conversations(borrower: str, seconds: float, seed: int) -> tuple[Workload, f
     found: list[WorkloadRequest] = []
 
     def ask(at: float, model: str, session: int, prompt: int, output: int) -> None:
-        blocks = tuple(session * 4096 + i for i in range(prompt // BLOCK))
+        blocks = tuple(session * 4096 + i for i in range(prompt // block))
         found.append(
             WorkloadRequest(
                 id=len(found),
@@ -165,7 +173,7 @@ def conversations(borrower: str, seconds: float, seed: int) -> tuple[Workload, f
                 output_tokens=output,
                 session=f"{model}-{session}",
                 prefix_blocks=blocks,
-                block_tokens=BLOCK,
+                block_tokens=block,
             )
         )
 
@@ -175,7 +183,7 @@ def conversations(borrower: str, seconds: float, seed: int) -> tuple[Workload, f
             ask(at, borrower, session, histories[session], 1)
             at += WARM[borrower]
     begins = at
-    while (at := at + rng.expovariate(RATES[borrower])) < begins + seconds:
+    while (at := at + rng.expovariate(load * RATES[borrower])) < begins + seconds:
         session = rng.randrange(sessions)
         histories[session] += max(8, int(rng.lognormvariate(3.9, 0.8))) + OUTPUT
         ask(at, borrower, session, histories[session], OUTPUT)
@@ -187,23 +195,55 @@ def conversations(borrower: str, seconds: float, seed: int) -> tuple[Workload, f
     return Workload.of("conversations", found, f"drawn, seed {seed}"), begins
 
 
-def run(borrower: str, row: Row, seconds: float, nvlink: float = 1.0) -> ClusterRun:
-    work, _ = conversations(borrower, seconds, 0)
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run of a row; `phases`: of the borrower's requests that count."""
+
+    cluster: ClusterRun
+    phases: Phases
+    begins: float
+    """From when on requests count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Equal for all rows."""
+
+    seconds: float
+    """Of turns that count."""
+    load: float = 1.0
+    """Turns of the borrower over those of `RATES`."""
+    block: int = BLOCK
+
+
+def run(borrower: str, row: Row, terms: Terms, nvlink: float = 1.0) -> Ran:
+    work, begins = conversations(borrower, terms.seconds, 0, terms.load, terms.block)
     kinds = parse_kinds(f"{len(MODELS)}xH20-96G")
     preset = row.resolved(1 + list(MODELS).index(borrower))
     files = ClusterFiles(joints=joints(row, nvlink), homes=apart(preset))
+    models = specs()
+    block = next(s for s in models if s.name == borrower).block_bytes
+    counters: list[PhaseCounter] = []
+
+    def sink_of(device: str) -> Sink:
+        counters.append(PhaseCounter(borrower, block / PCIE, begins))
+        return counters[-1].take
+
     slos = dict.fromkeys(MODELS, SLO)
-    return run_cluster(preset, kinds, specs(), work, slos, SERVED, files=files)
+    ran = run_cluster(preset, kinds, models, work, slos, SERVED, files=files, sink_of=sink_of)
+    return Ran(ran, sum((c.found for c in counters), Phases()), begins)
 
 
-def measured(borrower: str, ran: ClusterRun, begins: float) -> dict[str, Any]:
+def measured(borrower: str, ran: Ran) -> dict[str, Any]:
     """What a run came to, of requests that count."""
-    records = [r for r in ran.report.records if r.at >= begins]
+    records = [r for r in ran.cluster.report.records if r.at >= ran.begins]
     own = [r for r in records if r.model == borrower]
-    lent = [m for m in ran.moves if m["action"] == LendPages.__name__ and "refused" not in m]
+    moves = ran.cluster.moves
+    lent = [m for m in moves if m["action"] == LendPages.__name__ and "refused" not in m]
     return {
         "p50_ttft": _percentile(own, 50),
         "p99_ttft": _percentile(own, 99),
+        "breakdown": ran.phases.measured(),
         "cached": sum(r.cached_tokens for r in own) / sum(r.prompt_tokens for r in own),
         "lenders": {
             model: {
@@ -235,26 +275,28 @@ def main() -> None:
         parser.add_argument("--borrowers", default=",".join(MODELS))
         parser.add_argument("--rows", default=",".join(ROWS))
         parser.add_argument("--seconds", type=float, help="of each run, after first turns")
+        parser.add_argument(
+            "--load", type=float, default=1.0, help="factor on the borrower's turns"
+        )
+        parser.add_argument("--block", type=int, default=BLOCK, help="tokens of a shared block")
 
     args = options(__doc__, extra=extra)
     seconds = args.seconds or (120.0 if args.quick else 600.0)
+    terms = Terms(seconds, args.load, args.block)
     result: dict[str, Any] = {"rows": {}, "p99_ttft_over_offload": {}, "sweep": {}}
     with shown() as progress:
         for borrower in args.borrowers.split(","):
-            _, begins = conversations(borrower, seconds, 0)
             rows = result["rows"][borrower] = {}
             for i, name in enumerate(args.rows.split(",")):
                 progress(f"{borrower}, {name}", i)
-                rows[name] = measured(borrower, run(borrower, ROWS[name], seconds), begins)
+                rows[name] = measured(borrower, run(borrower, ROWS[name], terms))
             if not {"swiftcache", "offload"} <= rows.keys():
                 continue
             offload = rows["offload"]["p99_ttft"]
             result["p99_ttft_over_offload"][borrower] = rows["swiftcache"]["p99_ttft"] / offload
             if not args.quick:
                 result["sweep"][borrower] = {
-                    f"{f:g}": measured(borrower, run(borrower, LENT, seconds, f), begins)[
-                        "p99_ttft"
-                    ]
+                    f"{f:g}": measured(borrower, run(borrower, LENT, terms, f))["p99_ttft"]
                     / offload
                     for f in SWEEP
                 }
@@ -281,7 +323,52 @@ def beside(result: dict[str, Any]) -> list[tuple[str, str, float | None]]:
             more = None if not lent or not apart else 100 * (lent / apart - 1)
             name = f"{borrower}: {lender or 'all'} as lender, {of.upper()}, more by %"
             found.append((name, f"at most {stated[key].value}", more))
-    return found
+        found += _phases_beside(borrower, result["rows"][borrower]["swiftcache"]["breakdown"])
+    return found + _figure_1()
+
+
+PHASES = {
+    "load_part": ("load", 100.0, "of the prefills' time, load, %"),
+    "store_part": ("store", 100.0, "store, %"),
+    "transfer_part": ("overlapped", 100.0, "load and store, with overlap, %"),
+    "load_p99_32b": ("load_p99_ms", 1.0, "P99 of load, ms"),
+    "store_p99_32b": ("store_p99_ms", 1.0, "P99 of store, ms"),
+}
+"""Statements of 5.4, about Qwen3-32B: what of a breakdown they are, in which unit, in words."""
+
+
+def _phases_beside(
+    borrower: str, breakdown: Mapping[str, float | None]
+) -> list[tuple[str, str, float | None]]:
+    stated = {s.key: s for s in STATED}
+    return [
+        (f"{borrower}: {words}", f"below {stated[key].value}", None if of is None else scale * of)
+        for key, (name, scale, words) in PHASES.items()
+        for of in (breakdown[name],)
+    ]
+
+
+def _figure_1() -> list[tuple[str, str, float | None]]:
+    """256 new tokens of LWM on an H20, after histories that come over PCIe."""
+    model, stated = facts("LWM-1M-7b").spec(max_model_len=1 << 20), {s.key: s for s in STATED}
+    costs = device_profile("H20-96G").costs(model)
+
+    def load(history: int) -> float:
+        return 1e3 * history * model.kv_bytes_per_token / PCIE
+
+    def compute(history: int) -> float:
+        return 1e3 * costs.prefill_seconds(256, history)
+
+    def overhead(history: int) -> float:
+        return 100 * load(history) / (load(history) + compute(history))
+
+    values = {
+        "pcie_5k": load(5000),
+        "compute_5k": compute(5000),
+        "overhead_5k": overhead(5000),
+        "overhead_50k": overhead(50_000),
+    }
+    return [(f"figure 1, {k}, {stated[k].unit}", stated[k].value, v) for k, v in values.items()]
 
 
 def drawn(result: dict[str, Any]) -> Table:

@@ -79,7 +79,8 @@ class JobDoneEvent:
     """Part of `seconds` in which it waited for rotating or arriving layers."""
     carried: tuple[float, float] = (0.0, 0.0)
     """Seconds for which links carried what it read elsewhere than on the device, and what it wrote
-    there, whether it waited or not; 0 in virtual time, and on GPUs."""
+    there, whether it waited or not; 0 on GPUs. In virtual time: of jobs with a prefill, on borrowed
+    pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ class Running:
     """Time since which the job waits for a layer; None: it computes."""
     stall: float = 0.0
     """Seconds that the job has waited."""
+    carried: tuple[float, float] = (0.0, 0.0)
     entry: ScheduledChange | None = None
     """On the agenda: it comes to its goal."""
     event: int = 0
@@ -213,7 +214,8 @@ class SimLanes:
         if one.then is not None:
             one.entry = self._heap.agenda.schedule(at, partial(self._reached, one))
             return
-        done = JobDoneEvent(one.job, one.results, at - one.began, one.stall)
+        seconds = at - one.began
+        done = JobDoneEvent(one.job, one.results, seconds, one.stall, one.carried)
         one.event = self._heap.schedule(at + self._overhead, done, partial(self._ended, one))
 
     def _forget(self, one: Running) -> None:

@@ -48,6 +48,9 @@ class LayerSource(Protocol):
 class Pace(Protocol):
     """How fast a job computes."""
 
+    carried: tuple[float, float]
+    """Seconds for which links carried what it reads, and what it writes, on borrowed pages."""
+
     def reach(self, fraction: float, then: Change) -> None:
         """Call `then` when the job has done this fraction of its work."""
 
@@ -95,6 +98,11 @@ class Pass:
                 source.waited(now - self._since)
             self._pace.resume(now)
             self._pace.reach((layer + 1) / self._n, self._done)
+
+    def carried(self, read: float, written: float) -> None:
+        """Note seconds for which a link carried what the job reads or writes elsewhere."""
+        before = self._pace.carried
+        self._pace.carried = before[0] + read, before[1] + written
 
     def closed(self, now: float) -> None:
         """Notify that a source is not open any more."""
@@ -162,6 +170,7 @@ class Alone:
         self._agenda, self.began, self.seconds = agenda, began, seconds
         self.stall = 0.0
         """Seconds that it has waited."""
+        self.carried = (0.0, 0.0)
         self.end: float | None = None
         """When it ends, once that is certain."""
         self.ended: Callable[[], None] | None = None

@@ -1,8 +1,8 @@
 """Simulate page lending between devices of a host: the driver of `control.leases`.
 
 All devices are peers from the start; messages take as long as `sim.peer_costs` says. KV on borrowed
-pages is read where it is: a job transfers its part of the KV that it reads over the links between
-the two devices, beside its work, and ends when both are done. Moving blocks back to the borrower's
+pages is read and written where it is: a job transfers its part of that over the links between the
+two devices, beside its work, and ends when both are done. Moving blocks back to the borrower's
 own pages takes its loop the time of the copy. Used by `sim.cluster`, for orders of operators and of
 the fleet policy.
 """
@@ -135,9 +135,10 @@ class SimLeases:
         if place.host.joints.peers is not PeerLinks.MEMORY:
             for other, there in self._places.items():
                 if other != name:
-                    path = there.to_peer(place)
-                    streams[other] = Stream(device.link, self._fluid, path)
-                    rate = min(rate, *(side.capacity for side in path))
+                    ways = there.to_peer(place), place.to_peer(there)
+                    read, write = (Stream(device.link, self._fluid, way) for way in ways)
+                    streams[other] = read, write
+                    rate = min(rate, *(side.capacity for side in ways[0]))
         device.state.lending.bytes_per_second = rate
         device.moves.bytes_per_second = min(rate, device.peers.home)
         if streams:
@@ -202,13 +203,15 @@ class SimLeases:
 
 
 class SimBorrowed:
-    """Transfers of KV that jobs of one model read on borrowed pages. Implements
-    `sim.layer_passes.LayerSource`."""
+    """Transfers of KV that jobs of one model read and write on borrowed pages. Implements
+    `sim.layer_passes.LayerSource`. What decode steps write, a token each, takes no time."""
 
     stops: Sequence[int] = ()
 
-    def __init__(self, device: SimDevice, streams: Mapping[str, Stream], model: str) -> None:
-        """`streams`: by lender, the stream over which its pages are read."""
+    def __init__(
+        self, device: SimDevice, streams: Mapping[str, tuple[Stream, Stream]], model: str
+    ) -> None:
+        """`streams`: by lender, those over which its pages are read and written."""
         self._state, self._streams, self._model = device.state, streams, model
         self._job: Pass | None = None
         self._moving = 0
@@ -225,12 +228,17 @@ class SimBorrowed:
         self._job = job
         m, lenders = self._state.models[self._model], self._state.lending.borrowed
         reading = [r for r in m.running if r.in_flight] or list(m.running)
-        blocks, _ = m.kv.borrowed.use([(r.blocks, r.computed, r.computed) for r in reading])
-        n_bytes = blocks * m.spec.block_bytes
+        prefills = m.job is not None and written > len(reading)
+        new = {w.request_id: len(w.tokens) for w in m.job.work} if prefills and m.job else {}
+        work = [(r.blocks, r.computed, r.computed + new.get(r.id, 0)) for r in reading]
+        blocks, tokens = m.kv.borrowed.use(work)
+        n_bytes = blocks * m.spec.block_bytes, tokens * m.spec.block_bytes // m.spec.block_tokens
         for lender, pages in lenders.items() if blocks else ():
-            self._moving += 1
-            part = n_bytes * pages // sum(lenders.values())
-            self._streams[lender].carry(now, part, self._ended)
+            for way, whole in enumerate(n_bytes):
+                if part := whole * pages // sum(lenders.values()):
+                    self._moving += 1
+                    ended = partial(self._ended, way) if prefills else self._moved
+                    self._streams[lender][way].carry(now, part, ended)
 
     def lacks(self, layer: int) -> bool:
         return False
@@ -244,7 +252,13 @@ class SimBorrowed:
     def waited(self, seconds: float) -> None:
         """Do nothing: the wait is in the job's `stall`."""
 
-    def _ended(self, now: float, seconds: float) -> None:
+    def _ended(self, way: int, now: float, seconds: float) -> None:
+        """What a prefill reads (`way` 0) or writes (1) on a lender's pages has been carried."""
+        assert self._job is not None
+        self._job.carried(*((0.0, seconds) if way else (seconds, 0.0)))
+        self._moved(now, seconds)
+
+    def _moved(self, now: float, seconds: float) -> None:
         self._moving -= 1
         assert self._job is not None
         if not self._moving:

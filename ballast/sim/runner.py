@@ -132,7 +132,8 @@ class SimRunner:
             pace = self._begin(job.model, seconds, read, written)
 
         def ended() -> None:
-            done = JobDoneEvent(job, results, pace.seconds + pace.stall, pace.stall)
+            seconds = pace.seconds + pace.stall
+            done = JobDoneEvent(job, results, seconds, pace.stall, pace.carried)
             self._heap.schedule(self._end(pace), done)
 
         pace.ended = ended

@@ -12,7 +12,7 @@ from ballast.core.units import KiB, MiB
 from ballast.policy.presets import preset_of
 from ballast.sim.model_catalogue import facts
 from benchmarks import swift_live, swift_sim
-from benchmarks.swift_context import computed, contradiction, range_of, units
+from benchmarks.swift_context import computed, contradiction, range_of, roomy, units
 from benchmarks.swift_live import LONG, SHORT, Setting
 from benchmarks.swift_phases import phases
 
@@ -72,6 +72,9 @@ def test_phases_are_summed_over_requests_and_hidden_transfers_over_jobs_that_cou
     assert found.execute == pytest.approx(0.9 + 1.0)
     assert (found.load, found.store) == pytest.approx((0.6, 0.4))
     assert found.hidden == pytest.approx(1 - 0.1 / (0.5 + 0.5))
+    shown = found.measured()
+    assert shown["overlapped"] == pytest.approx(0.1 / (1.0 + 1.9 + 0.1))
+    assert (shown["load_p99_ms"], shown["store_p99_ms"]) == pytest.approx((600, 400))
 
 
 def test_simulated_rows_have_equal_links_and_requests() -> None:
@@ -86,8 +89,9 @@ def test_simulated_rows_have_equal_links_and_requests() -> None:
 def test_the_longest_contexts_are_the_papers_but_for_models_that_fill_their_device() -> None:
     found = computed()
     assert "Qwen3-14b" not in found["L4"]
-    roomy = {d: {n: x for n, x in rows.items() if n != "Qwen3-32b"} for d, rows in found.items()}
-    low, high = range_of(roomy, "chunk_8k")
+    spare = roomy(found)
+    assert not any("Qwen3-32b" in rows for rows in spare.values())
+    low, high = range_of(spare, "chunk_8k")
     assert 1.58 < low < high < 3.98
     v100, h20 = contradiction()
     assert v100 > 1.9 * h20
