@@ -130,7 +130,11 @@ class RemoteDevice(DeviceRecord):
 
     def order(self, command: Command, answered: Answered, by: str = OPERATOR) -> None:
         # Whoever orders has returned by then, and what fails there does not end the supervision.
-        later = partial(asyncio.get_running_loop().call_soon, answered)
+        loop = asyncio.get_running_loop()
+
+        def later(outcome: CommandOutcome) -> None:
+            loop.call_soon(answered, outcome)
+
         down = self.down or ("the server is stopping" if self._ending else None)
         if down is not None:
             later(CommandOutcome("unavailable", down))
