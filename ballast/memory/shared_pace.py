@@ -126,10 +126,13 @@ class SharedPace:
     @staticmethod
     def _share(active: list[_Charge], mine: _Charge) -> float:
         """Return this process's part of the link: reservations are kept, and those without one
-        divide the rest. Nothing of the link is left over."""
+        divide the rest. Where more is reserved than there is, each of those without has a mean
+        part. Nothing of the link is left over."""
         reserved = sum(e.reserved for e in active)
         without = sum(not e.reserved for e in active)
         equal = max(_LEAST, 1 - reserved) / max(1, without)
+        if reserved > 1:
+            equal = reserved / (len(active) - without)
         return (mine.reserved or equal) / (reserved + equal * without)
 
     def _take_entry(self) -> int:

@@ -263,7 +263,8 @@ LEAST_PART = 0.01
 
 def _weights(flows: Sequence[Flow]) -> list[float]:
     """Weigh flows by the parts of their path's first side that they have reserved; those without
-    divide what the reservations of the side leave."""
+    divide what the reservations of the side leave. Where more is reserved than there is, no
+    reservation can be kept, and each of those without has a mean part."""
     on_side: dict[Side, list[Flow]] = {}
     for flow in flows:
         on_side.setdefault(flow.path[0], []).append(flow)
@@ -272,4 +273,6 @@ def _weights(flows: Sequence[Flow]) -> list[float]:
         reserved = sum(flow.reserved for flow in here) / side.capacity
         without = sum(not flow.reserved for flow in here)
         rest[side] = max(LEAST_PART, 1.0 - reserved) / max(1, without)
+        if reserved > 1.0:
+            rest[side] = reserved / (len(here) - without)
     return [flow.reserved / flow.path[0].capacity or rest[flow.path[0]] for flow in flows]

@@ -8,6 +8,7 @@ and go back to host memory without any copy: so free pages are a cache of weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -72,8 +73,10 @@ def _own(m: ModelView) -> Iterator[int]:
 def _next_units(view: DeviceView, m: ModelView, spare: int) -> tuple[frozenset[int], int]:
     """Return the units of a model to copy next, on at most `spare` pages, and the pages of the
     first of them. The link's part that passes have not reserved bounds the copy, beyond one
-    unit."""
-    most = view.derived(_unreserved) * BATCH
+    unit. Where passes need more than the link has, all are late, and a copy delays them once and
+    shortens all that follow: pages alone bound it."""
+    unreserved = view.derived(_unreserved)
+    most = unreserved * BATCH if unreserved >= 0 else math.inf
     units: list[int] = []
     pages = n_bytes = 0
     own = list(_own(m))
@@ -87,10 +90,11 @@ def _next_units(view: DeviceView, m: ModelView, spare: int) -> tuple[frozenset[i
 
 
 def _unreserved(view: DeviceView) -> float:
-    """Return the bytes per second of the link that no running model needs for its TPOT level."""
+    """Return the bytes per second of the link that no running model needs for its TPOT level;
+    negative: they need more than it has."""
     reading = (m for m in view.models if m.running and m.plan.in_place)
     needs = {m.name: m.derived(_demand) for m in reading}
-    return max(0.0, LinkBudget(view.link_bytes_per_second, needs).free)
+    return LinkBudget(view.link_bytes_per_second, needs).free
 
 
 def _demand(m: ModelView) -> float:

@@ -57,6 +57,8 @@ def test_the_links_unreserved_part_bounds_a_copy_but_for_one_segment() -> None:
     assert m.plan.in_place - none_left.in_place == {1}
     some_left = plans(view(m, free=300, link=demand + 5000 * PAGE))["a"]
     assert m.plan.in_place - some_left.in_place == {1, 2}
+    too_little = plans(view(m, free=300, link=0.9 * demand))["a"]
+    assert too_little.in_place == frozenset(), "all are late until it has come"
 
 
 @pytest.mark.parametrize("why", ["cold", "copying", "near", "option"])
