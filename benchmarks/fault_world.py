@@ -676,7 +676,7 @@ class FaultWorld:
             return
         lender, borrower = rng.sample(self._all, 2)
         command: Lend | Recall = Lend(borrower.name, rng.randrange(1, 12))
-        standing = [(v.lender, v.borrower) for v in self.leases.standing]
+        standing = [(v.lender, v.borrower) for v in self.leases.pairs.standing]
         if standing and rng.random() < 0.5:
             name, to = rng.choice(standing)
             lender, command = self.devices[name], Recall(to, None, rng.uniform(0.0, 4.0))

@@ -36,7 +36,6 @@ from ballast.control.migration_events import DeviceLostEvent, LookEvent
 from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import Lend, Recall
-from ballast.core.fleet import LeaseView
 from ballast.core.fleet_state import CommandOutcome
 from ballast.transport.worker_messages.lending_messages import (
     LeaseMsg,
@@ -54,31 +53,14 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
 
     def __init__(self, devices: RoutedDevices[D], objection: Objection, timers: Timers) -> None:
         self._devices, self._objection, self._timers = devices, objection, timers
-        self._machine = Leases(self)
+        self.pairs = Leases(self)
+        """What each pair of devices has lent, and who can lend now."""
         self._numbers = itertools.count(1)
         self._ended: dict[int, Callable[[CommandOutcome], object]] = {}
         """By order, what to call when it has ended."""
         self._replaced: dict[str, Callable[[], object]] = {}
         """By device whose worker has been reaped, what starts its successor."""
         self._alarm = Alarm(timers, partial(self._handle, LookEvent()))
-
-    @property
-    def standing(self) -> tuple[LeaseView, ...]:
-        """All that is lent, by lender and borrower."""
-        return self._machine.standing
-
-    @property
-    def free_pairs(self) -> tuple[tuple[str, str], ...]:
-        """(lender, borrower) of all that can lend now, and whose lending is up to policies."""
-        return self._machine.free_pairs(self._devices)
-
-    def can_lend(self, lender: str, borrower: str) -> bool:
-        """Return whether pages can be lent between two devices now."""
-        return self._machine.can_lend(lender, borrower)
-
-    def reserved(self, lender: str, borrower: str) -> bool:
-        """Return whether an operator has ordered what is lent, so that policies leave it alone."""
-        return self._machine.reserved(lender, borrower)
 
     def order(
         self,
@@ -97,7 +79,7 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
     def release(self, lender: str, borrower: str) -> bool:
         """Leave what a device lends to another to the fleet policy again; returns whether an
         operator had ordered it."""
-        held = self.reserved(lender, borrower)
+        held = self.pairs.reserved(lender, borrower)
         self._handle(ReleasePairEvent(lender, borrower))
         return held
 
@@ -138,9 +120,9 @@ class DeviceLeases(DeviceObserver[D], Generic[D]):
 
     def _handle(self, event: LeaseEvent) -> None:
         now = self._timers.now()
-        for instruction in self._machine.handle(now, event):
+        for instruction in self.pairs.handle(now, event):
             self._do(instruction)
-        self._alarm.set(self._machine.due)
+        self._alarm.set(self.pairs.due)
 
     def _do(self, instruction: LeaseInstruction) -> None:
         match instruction:

@@ -100,7 +100,8 @@ class DeviceOrders(OrderDriver[D], DeviceObserver[D], Generic[D, S]):
         return inf
 
     def leases(self) -> Sequence[LeaseView]:
-        return self._lent.standing
+        return self._lent.pairs.standing
 
     def pairs(self) -> Sequence[tuple[str, str]]:
-        return self._lent.free_pairs if self._devices.fleet_policy.lends else ()
+        lends = self._devices.fleet_policy.lends
+        return self._lent.pairs.free_pairs(self._devices) if lends else ()

@@ -148,18 +148,17 @@ class PromptEncoder:
         thousands of messages cost every garbage collection while the request is open. Raises
         InvalidRequest, ContextLengthExceeded, and Unavailable."""
 
-        tools = request.shown_tools
-        traits = await tokenizer.traits(self._templates, tools=bool(tools))
+        tools, dialect = request.shown_tools, tokenizer.dialect
+        traits = await tokenizer.chat.traits(self._templates, dialect, tools=bool(tools))
 
         def prepare() -> EncodedJob:
             messages = [m.for_template() for m in request.messages or ()]
             check_arguments(messages)
-            dialect = tokenizer.dialect
             preface = "" if dialect is None else dialect.description(tools)
             messages = fitted(messages, traits, dialect, preface)
             if dialect is not None:
                 messages = dialect.conversation(messages, tools)
-            return tokenizer.conversation(
+            return tokenizer.chat.job(
                 messages,
                 tools=None if preface else tools,
                 answer=request.add_generation_prompt is not False,

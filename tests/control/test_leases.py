@@ -91,9 +91,9 @@ class World:
         }
         self.devices[b].take()
         self.say(a, "met", b, epoch)
-        assert not self.leases.can_lend(a, b)
+        assert not self.leases.pairs.can_lend(a, b)
         self.say(b, "met", a, epoch)
-        assert self.leases.can_lend(b, a)
+        assert self.leases.pairs.can_lend(b, a)
         return epoch
 
     def die(self, name: str) -> None:
@@ -129,7 +129,7 @@ def test_all_that_can_lend_are_introduced_once() -> None:
     world.devices["d"].pages = "at-d"
     world.serving("d")
     assert world.devices["d"].received == [MeetPeerMsg("a", 2, "at-a"), MeetPeerMsg("b", 3, "at-b")]
-    assert not world.leases.can_lend("a", "b")
+    assert not world.leases.pairs.can_lend("a", "b")
 
 
 def test_words_of_the_present_epoch_are_passed_on() -> None:
@@ -150,7 +150,7 @@ def test_words_of_the_present_epoch_are_passed_on() -> None:
     assert b.killed == []
     world.say("a", "overdue", "b", epoch)
     assert b.killed == ["a waits in vain for pages it has lent"]
-    assert not world.leases.can_lend("a", "b")
+    assert not world.leases.pairs.can_lend("a", "b")
 
 
 def test_a_borrower_that_is_late_is_killed_though_its_lender_says_nothing() -> None:
@@ -158,15 +158,15 @@ def test_a_borrower_that_is_late_is_killed_though_its_lender_says_nothing() -> N
     lease = Lease(0, epoch, "a", "b", (1, 2, 3))
     world.send("a", PagesLentEvent(lease))
     world.send("a", PagesRecalledEvent(lease.part((1, 2)), 10.0))
-    assert world.leases.standing == (LeaseView("a", "b", 3, 2),)
+    assert world.leases.pairs.standing == (LeaseView("a", "b", 3, 2),)
     world.send("b", PagesReturnedEvent(lease.part((1,))))
-    assert world.leases.standing == (LeaseView("a", "b", 2, 1),)
+    assert world.leases.pairs.standing == (LeaseView("a", "b", 2, 1),)
     assert world.timers.step()
     assert world.timers.now() == 10.0 + GRACE_SECONDS
     assert world.devices["b"].killed == ["a waits in vain for pages it has lent"]
     assert not world.timers.step()
     world.die("b")
-    assert world.leases.standing == ()
+    assert world.leases.pairs.standing == ()
     assert world.replaced == []  # a may still map its memory
     world.say("a", "released", "b", epoch)
     assert world.replaced == ["b"]
@@ -179,14 +179,14 @@ def test_a_borrower_that_returned_in_time_lives() -> None:
     world.send("a", PagesRecalledEvent(lease, 10.0))
     world.send("b", PagesReturnedEvent(lease))
     assert not world.timers.step()
-    assert world.leases.standing == ()
+    assert world.leases.pairs.standing == ()
 
 
 def test_a_successor_waits_until_the_memory_is_let_go_of_and_meets_anew() -> None:
     world, epoch = paired()
     world.die("a")
     assert world.devices["b"].take() == [PeerEndedMsg("a", epoch)]
-    assert not world.leases.can_lend("a", "b")
+    assert not world.leases.pairs.can_lend("a", "b")
     assert world.replaced == []
     world.say("b", "released", "a", epoch)
     assert world.replaced == ["a"]
@@ -199,7 +199,7 @@ def test_both_may_die_at_once() -> None:
     world.die("a")
     world.die("b")
     assert world.replaced == ["a", "b"]
-    assert not world.leases.can_lend("a", "b")
+    assert not world.leases.pairs.can_lend("a", "b")
 
 
 def test_whoever_does_not_let_go_is_killed() -> None:
@@ -247,8 +247,8 @@ def test_what_an_operator_has_ordered_no_policy_changes() -> None:
     world.order("a", Lend("b", 1), operator=True)
     assert not world.ended
     assert len(world.devices["a"].orders) == 3
-    assert world.leases.reserved("a", "b")
-    assert not world.leases.reserved("b", "a")
+    assert world.leases.pairs.reserved("a", "b")
+    assert not world.leases.pairs.reserved("b", "a")
     assert world.leases.release("a", "b")
     world.order("a", Recall("b", None, 5.0))
     assert not world.ended
@@ -261,21 +261,21 @@ def test_the_book_says_who_lends_to_whom_and_why() -> None:
     ((_, answered),) = world.devices["a"].orders
     world.send("a", PagesLentEvent(Lease(0, epoch, "a", "b", (1, 2))))
     answered(CommandOutcome())
-    assert world.leases.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages"),)
+    assert world.leases.pairs.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages"),)
     world.order("a", Lend("b", 1, "by an operator"), operator=True)
-    assert world.leases.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages", True),)
+    assert world.leases.pairs.standing == (LeaseView("a", "b", 2, 0, "b lacks 2 pages", True),)
     world.devices["a"].orders[1][1](CommandOutcome("refused", "short of 1 pages"))
-    assert world.leases.standing[0].why == "b lacks 2 pages"
+    assert world.leases.pairs.standing[0].why == "b lacks 2 pages"
 
 
 def test_pairs_that_policies_lend_between_follow_every_event() -> None:
     world = World()
 
     def free() -> set[tuple[str, str]]:
-        found = world.leases.free_pairs
-        ways = [w for w in permutations(world.devices, 2) if world.leases.can_lend(*w)]
-        assert found == tuple(w for w in ways if not world.leases.reserved(*w))
-        assert world.leases.free_pairs == found, "asked again"
+        found = world.leases.pairs.free_pairs(world.devices)
+        ways = [w for w in permutations(world.devices, 2) if world.leases.pairs.can_lend(*w)]
+        assert found == tuple(w for w in ways if not world.leases.pairs.reserved(*w))
+        assert world.leases.pairs.free_pairs(world.devices) == found, "asked again"
         return set(found)
 
     assert free() == set()

@@ -70,7 +70,7 @@ def shown(spec: ModelSpec, family: str, tokenizer: Tokenizer, modified_at: str) 
     return ShownModel(
         modelfile=f"FROM {spec.name}",
         parameters=_parameters(spec, tokenizer),
-        template=tokenizer.template,
+        template=tokenizer.chat.text,
         details=details(spec, family),
         model_info=info,
         capabilities=[name for name, able in can.items() if able],

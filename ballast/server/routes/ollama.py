@@ -90,7 +90,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         spec = await _arrived(service, body.model, request)
         if spec is None:
             return Response(status_code=499)  # nobody reads it
-        conversational = bool(service.models.tokenizer(spec.name).template)
+        conversational = bool(service.models.tokenizer(spec.name).chat.text)
         wanted = body.generate(conversational=conversational)
         return await _answer(service, body, wanted, writer, request)
 

@@ -103,7 +103,7 @@ def server_now(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNo
         devices=[_device(d) for d in controller.devices.values()],
         loading=[service.loads.now(load) for load in service.loads],
         lending=list(controller.devices.lending),
-        leases=list(controller.leases.standing),
+        leases=list(controller.leases.pairs.standing),
         kv=controller.kept_kv.report(),
     )
 

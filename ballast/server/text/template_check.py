@@ -33,15 +33,15 @@ async def check_tokenizer(
     tokenizer: Tokenizer, model: str, spec: ModelSpec | None, renderer: TemplateRenderer
 ) -> None:
     """Log the faults of a model's tokenizer and chat template; one that cannot be used is noted in
-    `tokenizer.template_fault`. `spec`: None if the model does not serve now."""
+    `tokenizer.chat.fault`. `spec`: None if the model does not serve now."""
     if spec is not None and (beyond := tokenizer.tokens_beyond(spec.vocab)):
         named = ", ".join(map(repr, beyond[:_MOST_NAMED]))
         text = "%s: its tokenizer has %d tokens beyond its embedding of %d rows; requests with one "
         log.warning(text + "are refused: %s", model, len(beyond), spec.vocab, named)
-    if not tokenizer.template:
+    if not tokenizer.chat.text:
         return
     await _try_template(tokenizer, model, renderer)
-    if spec is not None and not tokenizer.template_fault:
+    if spec is not None and not tokenizer.chat.fault:
         await _check_ends(tokenizer, spec, renderer)
 
 
@@ -49,9 +49,9 @@ async def _try_template(tokenizer: Tokenizer, model: str, renderer: TemplateRend
     """Render sample conversations. A template may refuse them, and still be sound."""
     for tools in (False, True):
         try:
-            await tokenizer.traits(renderer, tools=tools)
+            await tokenizer.chat.traits(renderer, tokenizer.dialect, tools=tools)
         except (TemplateTooCostly, TemplateBroken) as error:
-            tokenizer.template_fault = str(error)
+            tokenizer.chat.fault = str(error)
             log.warning("%s answers no conversations: %s", model, error)
             return
         except Unavailable as error:
@@ -61,7 +61,7 @@ async def _try_template(tokenizer: Tokenizer, model: str, renderer: TemplateRend
 async def _check_ends(tokenizer: Tokenizer, spec: ModelSpec, renderer: TemplateRenderer) -> None:
     """Warn if no end token of a model is what its chat template ends an answer with."""
     try:
-        text = await renderer.render(tokenizer.conversation(_SAMPLE_TURNS, answer=False))
+        text = await renderer.render(tokenizer.chat.job(_SAMPLE_TURNS, answer=False))
     except (InvalidRequest, Unavailable):
         return  # it takes other conversations
     between = text.partition(_ANSWER)[2].partition(_NEXT)[0]

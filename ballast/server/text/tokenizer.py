@@ -1,14 +1,10 @@
-"""Wrap a checkpoint's tokenizer and chat template (`transformers`): encode, decode, build
-prompts."""
+"""Wrap a checkpoint's tokenizer (`transformers`): encode and decode."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
-import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,18 +12,12 @@ from typing import Any
 from ballast.core.errors import (
     BallastError,
     CheckpointError,
-    InvalidRequest,
     TokenizerFailed,
     brief,
 )
 from ballast.core.model import ModelSpec
 from ballast.fleet.unfinished_download import unfinished
 from ballast.memory.syscalls import malloc_trim
-from ballast.server.text.chat_template import (
-    TemplateBroken,
-    TemplateRenderer,
-    TemplateTooCostly,
-)
 from ballast.server.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
@@ -35,26 +25,16 @@ from ballast.server.text.detokenize import (
     WindowDetokenizer,
     token_bytes_of,
 )
+from ballast.server.text.model_template import ChatTemplate
 from ballast.server.text.reasoning import ReasoningTags
-from ballast.server.text.template_messages import EncodedJob, TemplateJob
-from ballast.server.text.template_traits import TemplateTraits, probed
 from ballast.server.text.text_bound import text_bound
 from ballast.server.tools.dialect import ToolDialect
-
-log = logging.getLogger(__name__)
 
 LONG_TEXT = 1024
 """Characters from which tokenizing is done off the event loop: it takes a millisecond."""
 HUGE_TEXT = 1 << 18
 """Characters from which tokenizing takes most of a second, and so much memory that it is returned
 to the system afterwards."""
-
-
-PROBE_SECONDS = 120.0
-"""Seconds in which the forms that a template takes must be found out; most take 0.05."""
-_SAMPLE_TOOLS = [
-    {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-]
 
 
 class TooManyTokens(Exception):
@@ -78,16 +58,15 @@ class Tokenizer:
         """Held while `_tokenizer` is used: only tokenizers with a backend are safe from several
         threads."""
         self._bound = None
-        self.template_fault = ""
-        """Reason why the chat template is not used; empty where it is."""
         special = {int(i) for i in tokenizer.all_special_ids}
         self._token_bytes: TokenBytes | None = None
         self._bytes_by_hidden: dict[frozenset[int], TokenBytes | None] = {}
         """Bytes of tokens, by the special tokens that have none."""
-        self.dialect = ToolDialect.of(self._tools_template, tool_parser, self.token_id)
+        self.chat = ChatTemplate(tokenizer)
+        self.dialect = ToolDialect.of(self.chat.with_tools, tool_parser, self.token_id)
         """Syntax of the model's tool calls; None if it has none."""
         self.reasoning = ReasoningTags.of(
-            self.template, getattr(tokenizer, "response_template", None)
+            self.chat.text, getattr(tokenizer, "response_template", None)
         )
         """Tags around the model's reasoning; None if it writes none."""
         if self._backend is not None:
@@ -98,9 +77,6 @@ class Tokenizer:
             self._bound = text_bound(self._backend)
         self.special_ids = frozenset(special)
         self._token_bytes = self._bytes_without(self.special_ids)
-        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
-        """Names that variables of a template cannot have: they are parameters of
-        `apply_chat_template`."""
 
     @property
     def call_tokens(self) -> frozenset[int]:
@@ -177,60 +153,6 @@ class Tokenizer:
             malloc_trim()
         return found, kept
 
-    @property
-    def template(self) -> str:
-        """The chat template; empty if there is none."""
-        template = self._tokenizer.chat_template
-        if isinstance(template, Mapping):  # templates by name
-            template = template.get("default")
-        return str(template or "")
-
-    @property
-    def _tools_template(self) -> str:
-        """The chat template for requests with tools."""
-        template = self._tokenizer.chat_template
-        if isinstance(template, Mapping) and "tool_use" in template:
-            return str(template["tool_use"])
-        return self.template
-
-    def conversation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        answer: bool = True,
-        continued: bool = False,
-        more: Mapping[str, Any] | None = None,
-    ) -> EncodedJob:
-        """Build the job that renders a conversation by the chat template; `more`: variables of the
-        template.
-
-        With `answer` the text ends where the answer begins; if `continued`, at the end of the last
-        message, which the answer continues. Raises InvalidRequest if there is no chat template.
-        """
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        if self.template_fault:
-            raise InvalidRequest(self.template_fault, "messages")
-        reserved = self._reserved.intersection(more or ())
-        if reserved:
-            named = ", ".join(sorted(reserved))
-            raise InvalidRequest(
-                f"chat_template_kwargs: {named} cannot be set so", "chat_template_kwargs"
-            )
-        try:
-            template = self._tokenizer.get_chat_template(None, tools or None)
-        except ValueError as error:  # several templates, none of them a default
-            raise InvalidRequest(f"this model's chat templates: {error}", "messages") from error
-        return TemplateJob(
-            template=template,
-            messages=list(messages),
-            tools=list(tools) if tools else None,
-            add_generation_prompt=answer and not continued,
-            continue_final_message=continued,
-            variables={**self._tokenizer.special_tokens_map, **(more or {})},
-        ).encoded()
-
     def chat_ends(self, spec: ModelSpec) -> tuple[int, ...]:
         """Return the tokens that end an answer in a conversation: the model's end tokens, and that
         of the tokenizer's own configuration."""
@@ -243,35 +165,6 @@ class Tokenizer:
         with self._lock:
             known = self._tokenizer.get_vocab()
         return [token for id, token in sorted((i, t) for t, i in known.items()) if id >= vocab]
-
-    async def traits(self, renderer: TemplateRenderer, *, tools: bool) -> TemplateTraits:
-        """Return the forms of conversation that the chat template takes, with or without `tools`;
-        tried when first asked for. Raises TemplateTooCostly, TemplateBroken and Unavailable."""
-        dialect = self.dialect
-        shown = _SAMPLE_TOOLS if tools and dialect is not None and not dialect.described else None
-        native = dialect is not None and not dialect.described
-        name = dialect.name if dialect is not None and native else ""
-        key = (self.template, self._tools_template, name, shown is None)
-        found = renderer.traits.get(key)
-        if found is None:
-
-            async def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
-                messages = turns if dialect is None else dialect.conversation(turns, shown)
-                try:
-                    return await renderer.render(self.conversation(messages, tools=shown))
-                except (TemplateTooCostly, TemplateBroken):
-                    raise
-                except InvalidRequest:
-                    return None
-
-            try:
-                async with asyncio.timeout(PROBE_SECONDS):
-                    found = await probed(render, self._tools_template, calls=native)
-            except TimeoutError:
-                log.warning("a chat template is too slow to be tried; it gets all as it is sent")
-                found = TemplateTraits()
-            renderer.traits[key] = found
-        return found
 
     def detokenizer(self, *, special: bool = False, shown: Collection[int] = ()) -> Detokenizer:
         """Create the detokenizer of one output; `special`: special tokens have text, too; `shown`:

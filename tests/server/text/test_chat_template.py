@@ -136,7 +136,7 @@ def runner_of_its_own() -> Iterator[asyncio.Runner]:
 def test_as_transformers_does_it(rendering: Rendering, template: str) -> None:
     theirs = train_tokenizer(["a b"], 300, 99)
     theirs.chat_template = {"default": template + "{{ eos_token }}", "tool_use": template}
-    made = Tokenizer(theirs).conversation(CONVERSATION, tools=[TOOL], more={"extra": [{"a": None}]})
+    made = Tokenizer(theirs).chat.job(CONVERSATION, tools=[TOOL], more={"extra": [{"a": None}]})
     assert rendering.run(rendering.renderer.render(made)) == theirs.apply_chat_template(
         CONVERSATION, tools=[TOOL], extra=[{"a": None}], tokenize=False, add_generation_prompt=True
     )
@@ -145,7 +145,7 @@ def test_as_transformers_does_it(rendering: Rendering, template: str) -> None:
 @pytest.mark.parametrize(("answer", "continued"), [(True, False), (False, False), (False, True)])
 def test_where_a_conversation_ends(rendering: Rendering, answer: bool, continued: bool) -> None:
     theirs = train_tokenizer(["a b"], 300, 99)
-    made = Tokenizer(theirs).conversation([USER], answer=answer, continued=continued)
+    made = Tokenizer(theirs).chat.job([USER], answer=answer, continued=continued)
     assert rendering.run(rendering.renderer.render(made)) == theirs.apply_chat_template(
         [USER], tokenize=False, add_generation_prompt=answer, continue_final_message=continued
     )
@@ -328,12 +328,12 @@ def test_a_template_that_never_ends_is_found_before_clients_find_it(
         backend.chat_template = template
         tokenizer = Tokenizer(backend)
         rendering.run(check_tokenizer(tokenizer, "heron", None, rendering.renderer))
-        assert (tokenizer.template_fault == "") == sound
+        assert (tokenizer.chat.fault == "") == sound
     assert caplog.text.count("heron answers no conversations") == 4
     assert caplog.text.count("does not parse: line 1: ") == 3
-    tokenizer.template_fault = "it never ends"
+    tokenizer.chat.fault = "it never ends"
     with pytest.raises(InvalidRequest, match="it never ends"):
-        tokenizer.conversation([USER])
+        tokenizer.chat.job([USER])
 
 
 def test_limits_suffice_for_long_conversations() -> None:

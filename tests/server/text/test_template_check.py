@@ -60,7 +60,7 @@ def test_an_answer_that_no_end_token_ends_is_warned_of(
     rendering(base, with_ends(base.token_id("<|endoftext|>")))
     assert "heron: its chat template ends an answer with <|im_end|>" in caplog.text
     assert "its end tokens are <|endoftext|>" in caplog.text
-    assert not base.template_fault
+    assert not base.chat.fault
     caplog.clear()
     rendering(tokenizer_with(PLAIN, *MARKS, eos="<|endoftext|>"), with_ends())
     assert r"ends an answer with '\nuser: '" in caplog.text
