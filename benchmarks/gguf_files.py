@@ -82,10 +82,12 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
     found = TYPES[NUMBERS[kind]]
     n = int(np.prod(shape)) // found.elements
     made = rng.integers(0, 256, (n, found.n_bytes), dtype=np.uint8)
-    for at in scales_at(kind):
-        size = 0.001 if found.elements == 256 or kind.startswith("IQ") else 0.02
-        scale = rng.uniform(-size, size, (n, 1)).astype("<f2")
-        made[:, at : at + 2] = scale.view(np.uint8)
+    scales = rng.uniform(-1, 1, (len(scales_at(kind)), n, 1))
+    size = 2**-10
+    for _ in range(2):  # elements are in proportion to the scales
+        for at, scale in zip(scales_at(kind), scales, strict=True):
+            made[:, at : at + 2] = (size * scale).astype("<f2").view(np.uint8)
+        size *= 2**-4 / float(elements(made.tobytes(), found).std())
     if kind == "IQ1_M":  # whose scale lies in four parts, the highest here: of about 2^-9
         made[:, 55] = made[:, 55] & 15 | 16
     return made.tobytes()

@@ -165,9 +165,9 @@ def test_dequantises_as_ggml_does(kind: str) -> None:
 
 def test_a_type_that_came_later_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     library = pytest.importorskip("transformers.integrations.gguf.dequant")
+    data = torch.frombuffer(bytearray(gguf.blocks("IQ4_XS", (1, 256), 1)), dtype=torch.uint8)
     blocks = {n: size for n, size in library.GGML_BLOCK.items() if n != gguf.NUMBERS["IQ4_XS"]}
     monkeypatch.setattr(library, "GGML_BLOCK", blocks)
-    data = torch.frombuffer(bytearray(gguf.blocks("IQ4_XS", (1, 256), 1)), dtype=torch.uint8)
     with pytest.raises(UnsupportedModel, match="IQ4_XS: this version of transformers"):
         dequantise(data, TYPES[gguf.NUMBERS["IQ4_XS"]])
 
