@@ -1,4 +1,4 @@
-"""What clients do: bodies, floods, grammars, readers who do not read, curiosity.
+"""What clients do: bodies, floods, grammars, connections, readers who do not read, large answers.
 
 Each attack is (name, what is expected, what does it).
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import resource
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +17,14 @@ from typing import Any
 
 from benchmarks.resident import Memory
 from benchmarks.robustness_target import (
+    ADMIN_KEY,
     ATTACKER_KEY,
+    FEW,
     MODEL,
     OTHER_KEY,
-    PART_KEY,
     PATIENCE_SECONDS,
     VICTIM,
+    VICTIM_KEY,
     Target,
     statuses,
 )
@@ -31,6 +35,8 @@ STALLED, PROBES = 8, 100
 BURST = 300
 CLIENTS, FLOOD_SECONDS = 130, 15.0
 UNREAD_SECONDS, UNREAD_MIB = 15.0, 64
+SILENT, ROUNDS = 8300, 20
+REQUESTS = 16
 
 
 def refused(path: str, make: Callable[[], Any]) -> Callable[[Target], str]:
@@ -224,34 +230,98 @@ def unread_stream(target: Target) -> str:
     return seen
 
 
-def restricted_key(target: Target) -> str:
-    """What a key for one model is shown of others."""
-    shown = {
-        path: target.ask("GET", path, key=PART_KEY)
-        for path in ("/admin/state", "/metrics", "/v1/models", "/health")
-    }
-    leaks = [path for path, (_, answer) in shown.items() if MODEL in json.dumps(answer)]
-    seen = ", ".join(f"{path} {status}" for path, (status, _) in shown.items())
-    assert not leaks, f"{seen}; {leaks} name other models"
+def largest_answer(target: Target) -> str:
+    """128 choices with 20 alternatives of each token: as many tokens as fit, then more."""
+    body = {"model": MODEL, "messages": [_said("a")], "n": 128, "ignore_eos": True}
+    body |= {"logprobs": True, "top_logprobs": 20}
+    full, answer = target.post(CHAT, body)
+    tokens = answer["usage"]["completion_tokens"] if full == 200 else answer
+    more, refusal = target.post(CHAT, {**body, "max_tokens": 200})
+    code = refusal["error"]["code"]
+    seen = f"{full} with {tokens} tokens; 25,600 tokens: {more} {code}"
+    assert (full, more, code) == (200, 400, "answer_too_large"), seen
     return seen
 
 
-def cached_prefix(target: Target) -> str:
-    """Whether one key can learn what another one has asked, by what is cached."""
-    prompt = [random.Random(7).randrange(100, 200) for _ in range(200)]
+def scored_echoes(target: Target) -> str:
+    """Prompts that come back with 20 alternatives of each token: as many as fit, then more."""
 
-    def cached(key: str) -> int:
-        status, answer = target.complete(key, prompt=prompt)
-        assert status == 200, f"{status}: {_message(answer)}"
-        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
+    def ask(prompts: int) -> tuple[int, Any]:
+        prompt = [_drawn(i, 150) for i in range(prompts)]
+        scored = {"echo": True, "logprobs": 20, "max_tokens": 1}
+        return target.post(TEXT, {"model": MODEL, "prompt": prompt, **scored})
 
-    cached(OTHER_KEY)
-    own, others = cached(OTHER_KEY), cached(ATTACKER_KEY)
-    seen = f"its own key finds {own} tokens, another {others}"
-    assert own > 0, seen
-    assert others == 0, seen
+    (few, _), (many, refusal) = ask(64), ask(128)
+    code = refusal["error"]["code"]
+    seen = f"64 prompts {few}, 128 prompts {many} {code}"
+    assert (few, many, code) == (200, 400, "answer_too_large"), seen
     return seen
+
+
+def large_errors(target: Target) -> str:
+    """Errors about fields of 7 MB."""
+    texts: tuple[dict[str, Any], ...] = (
+        {"seed": "x" * LARGE},
+        {"logit_bias": {"9" * LARGE: "x"}},
+        {"x" * LARGE: 1, "seed": -0.5},
+    )
+    found = [
+        target.post(CHAT, {"model": MODEL, "messages": [_said("a")], **text}) for text in texts
+    ]
+    longest = max(len(str(answer)) for _, answer in found)
+    seen = f"{statuses(found)}, at most {longest} characters"
+    assert all(400 <= status < 500 for status, _ in found), seen
+    assert longest < 10_000, seen
+    return seen
+
+
+def silent_connections(target: Target) -> str:
+    """More connections than there may be, which say nothing, while others ask with their key."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    silent: list[socket.socket] = []
+    try:
+        for _ in range(min(SILENT, hard - 512)):
+            silent.append(target.connect(b""))
+        found = [target.complete(VICTIM_KEY) for _ in range(ROUNDS)]
+    finally:
+        for each in silent:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    seen = f"{len(silent)} connections; with a key {statuses(found)}"
+    assert all(status == 200 for status, _ in found), seen
+    return seen
+
+
+def _drawn(seed: int, n: int) -> list[int]:
+    """Tokens of a prompt that no other one begins like."""
+    draw = random.Random(seed)
+    return [draw.randrange(100, 200) for _ in range(n)]
+
+
+def more_running(target: Target) -> str:
+    """PATCH a model from 2 to 8 running requests while 16 are open."""
+
+    def patch(running: int) -> None:
+        body = {"limits": {"running": running}}
+        status, answer = target.ask("PATCH", f"/admin/models/{FEW}", body, ADMIN_KEY)
+        assert status == 200, f"PATCH {status}: {answer}"
+
+    found: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        found.extend(target.many(REQUESTS, model=FEW, max_tokens=200, ignore_eos=True))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.5)
+    try:
+        patch(8)
+    finally:
+        asking.join()
+        patch(2)
+    assert all(status == 200 for status, _ in found), statuses(found)
+    return statuses(found)
 
 
 LARGE = 7 << 20
@@ -302,6 +372,9 @@ CLIENT_ATTACKS: tuple[tuple[str, str, Callable[[Target], str]], ...] = (
     ("a flood at the highest priority", "others are answered", flood(-(2**31))),
     ("a flood", "others are answered", flood(None)),
     ("a reader who does not read", f"under {UNREAD_MIB} MiB", unread_stream),
-    ("a key for one model looks around", "it sees no other", restricted_key),
-    ("a key looks for others' prefixes", "it finds none", cached_prefix),
+    ("the largest answer", "200, more is refused", largest_answer),
+    ("scored prompts come back", "200, more is refused", scored_echoes),
+    ("errors about 7 MB", "they quote little", large_errors),
+    (f"{SILENT} silent connections", "keys are answered", silent_connections),
+    ("a model that may run more requests meanwhile", "16 x 200", more_running),
 )

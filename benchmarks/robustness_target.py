@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import urlsplit
 
 from ballast.bench.server_process import children_of
@@ -19,7 +19,7 @@ from ballast.fleet.make import make_fleet
 MODEL, VICTIM, FEW = "atlas-chat", "wren-mini", "few"
 """The model that is attacked, the one that a witness reads, and one of which two requests run."""
 ATTACKER_KEY, VICTIM_KEY = "sk-attacker-attacker", "sk-victim-victim"
-OTHER_KEY, PART_KEY, ADMIN_KEY = "sk-other-other-other", "sk-part-part-part", "sk-admin-admin-admin"
+OTHER_KEY, ADMIN_KEY = "sk-other-other-other", "sk-admin-admin-admin"
 ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 """A chat template that does not come to an end."""
 SECTION = f"""
@@ -28,14 +28,10 @@ server:
     - {{name: attacker, key: {ATTACKER_KEY}}}
     - {{name: victim, key: {VICTIM_KEY}}}
     - {{name: other, key: {OTHER_KEY}}}
-    - {{name: part, key: {PART_KEY}, models: [{VICTIM}]}}
   admin_key: {ADMIN_KEY}
   drain_seconds: 5
 """
 PATIENCE_SECONDS = 120.0
-SECRET = "a-secret-of-the-server"
-SECRETS = dict.fromkeys(("HF_TOKEN", "BALLAST_ALICE", "HTTPS_PROXY", "NVIDIA_API_KEY"), SECRET)
-"""Variables of the server's environment that its children must not have."""
 
 
 def make_target_fleet(directory: Path) -> Path:
@@ -44,22 +40,19 @@ def make_target_fleet(directory: Path) -> Path:
         directory, n_models=2, steps=0, size="tiny", dtype="float32", budget="64MiB", seed=1
     )
     shutil.copytree(directory / MODEL, directory / FEW)
-    shutil.copytree(directory / VICTIM, directory / "endless")
-    (directory / "endless" / "chat_template.jinja").write_text(ENDLESS)
     text = made.file.read_text().rstrip() + "\n    tool_parser: pythonic\n"
     text += f"  - {{name: {FEW}, path: {FEW}, limits: {{running: 2}}}}\n"
-    text += "  - {name: endless, path: endless}\n"
     made.file.write_text(text + SECTION)
     return made.file
 
 
 class Target:
-    """The server. `log` takes what processes that attacks start have to say."""
+    """The server."""
 
-    def __init__(self, url: str, pid: int, fleet_file: Path, log: TextIO) -> None:
+    def __init__(self, url: str, pid: int, fleet_file: Path) -> None:
         address = urlsplit(url)
         self.host, self.port = address.hostname or "", address.port or 80
-        self.url, self.pid, self.fleet_file, self.log = url, pid, fleet_file, log
+        self.url, self.pid, self.fleet_file = url, pid, fleet_file
 
     def ask(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +44,7 @@ def broken(_: Target) -> str:
 
 def tried(attack: Attack, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str]:
     monkeypatch.setattr(robustness, "AFTER_SECONDS", 0.0)
-    target = Target("http://127.0.0.1:1", os.getpid(), Path(), io.StringIO())
+    target = Target("http://127.0.0.1:1", os.getpid(), Path())
     result = attempt(attack, target, cast(WitnessProcess, Noticing(seen)))
     return result["ok"], result["seen"]
 
@@ -76,7 +75,6 @@ def test_what_is_not_as_expected_fails(
 )
 def test_what_others_notice_fails_it(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tried(Attack("a", "refused", held), seen, monkeypatch)[0]
-    assert tried(Attack("a", "refused", held, witnessed=False), seen, monkeypatch)[0]
 
 
 def test_a_gap_that_has_not_ended_counts() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ballast.isolation import confinement
 from ballast.isolation.zygote import Zygote
-from benchmarks.robustness_children import ATTEMPTS, succeeding
+from tests.isolation.attempts import ATTEMPTS, succeeding
 
 pytestmark = pytest.mark.skipif(
     bool(confinement.missing()), reason="this kernel has no seccomp, or no Landlock"
@@ -51,7 +51,7 @@ def test_a_zygotes_child_can(name: str) -> None:
 AS_A_WORKER = """
 import os, socket, tempfile, threading
 from ballast.isolation.confinement import confine_worker
-from benchmarks.robustness_children import DENIED_TO_WORKERS, succeeding
+from tests.isolation.attempts import DENIED_TO_WORKERS, succeeding
 go, found = threading.Event(), []
 def attempt():
     go.wait()
@@ -83,7 +83,7 @@ def test_all_threads_of_a_worker_are_confined_and_can_do_their_work() -> None:
 TRY = """
 import ctypes, os
 from ballast.isolation.confinement import confine
-from benchmarks.robustness_children import succeeding
+from tests.isolation.attempts import succeeding
 os.setgroups([]), os.setresgid({0}, {0}, {0}), os.setresuid({0}, {0}, {0})
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # a process that changes its user is concealed at first
 pid = os.fork()
