@@ -150,11 +150,6 @@ def together(tenants: Sequence[Tenant], devices: int) -> Meshes:
     return [(len(mesh.devices), list(mesh.models)) for mesh in found.meshes]
 
 
-def shared(tenants: Sequence[Tenant], devices: int) -> Meshes:
-    """All models on all devices."""
-    return [(devices, [t.name for t in tenants])]
-
-
 def serve(
     compared: Comparison,
     row: str,
@@ -186,11 +181,6 @@ CLUSTERED: Mapping[str, Way] = {
     "temporal": (together, 1),
     "muxserve": (together, LANES),
 }
-PARTED: Mapping[str, Way] = {
-    "neither": (shared, 1),
-    "compute": (shared, LANES),
-    "muxserve": (shared, LANES),
-}
 
 
 @dataclass(frozen=True)
@@ -205,8 +195,6 @@ class Cluster:
     """The power law's exponent; which model has which rank is drawn."""
     compared: Comparison
     ways: Mapping[str, Way]
-    headroom: float = 1.0
-    """Factor on the rates by which models are placed."""
 
     @property
     def models(self) -> dict[str, str]:
@@ -242,7 +230,7 @@ class Cluster:
         asked = Counter(r.model for r in work.requests)
         found = []
         for spec in self.specs:
-            traffic = Traffic(self.headroom * asked[spec.name] / seconds, *LENGTHS)
+            traffic = Traffic(asked[spec.name] / seconds, *LENGTHS)
             weights, kv = sum(spec.segment_bytes), spec.kv_bytes_per_token
             costs, least = costs_of(kind_of(1), spec), fewest(ROOM_FOR_LANES * weights)
             bound = spec.slo.tpot, costs, least, spec.max_running
@@ -264,8 +252,6 @@ class FigureTen:
     """Requests per second."""
     lengths: Mapping[str, float]
     """Of a model's requests, over `length`."""
-    length: float = 1.0
-    """Over a request of ShareGPT."""
 
     @property
     def specs(self) -> list[ModelSpec]:
@@ -273,7 +259,7 @@ class FigureTen:
         found = []
         for name in self.rates:
             spec = facts(name).spec(max_model_len=CONTEXT, fingerprint=name, max_running=256)
-            prompt = round(self.length * self.lengths[name] * SHAREGPT_PROMPT.mean)
+            prompt = round(self.lengths[name] * SHAREGPT_PROMPT.mean)
             found.append(replace(spec, slo=level(kind_of(4).costs(spec), prompt)))
         return found
 
@@ -283,7 +269,7 @@ class FigureTen:
         for index, (model, rate) in enumerate(self.rates.items()):
             rng = np.random.default_rng([seed, index])
             times = poisson(rate * factor, seconds, rng)
-            scale = self.length * self.lengths[model]
+            scale = self.lengths[model]
             prompts = _scaled(SHAREGPT_PROMPT, scale).sample(rng, len(times))
             outputs = _scaled(SHAREGPT_OUTPUT, scale).sample(rng, len(times))
             for at, p, o in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
@@ -326,15 +312,6 @@ WAYS = Comparison(
         "muxserve": Contender("muxserve"),
     },
 )
-PARTS = Comparison(
-    TERMS,
-    {
-        "neither": Contender("static+fcfs"),
-        "compute": Contender("static+adbs"),
-        "muxserve": Contender("muxserve"),
-    },
-)
-"""One job at a time and fixed shares of KV; then prefills beside decodes; then quotas."""
 TEN_A = FigureTen(
     {"LLaMA-30b": 2.0, "LLaMA-13b": 8.0, "LLaMA-7b": 8.0},
     {"LLaMA-30b": 2.0, "LLaMA-13b": 1.0, "LLaMA-7b": 1.0},
@@ -342,12 +319,8 @@ TEN_A = FigureTen(
 TEN_B = FigureTen({"LLaMA-65b": 1.0, "LLaMA-30b": 8.0}, {"LLaMA-65b": 4.0, "LLaMA-30b": 1.0})
 NINETEEN = {"LLaMA-7b": 12, "LLaMA-13b": 4, "LLaMA-30b": 2, "LLaMA-65b": 1}
 """Table 1."""
-SIXTEEN = {"LLaMA-7b": 10, "LLaMA-13b": 3, "LLaMA-30b": 2, "LLaMA-65b": 1}
-"""The paper does not state their sizes."""
 FACTORS = (0.25, 0.5, 1.0, 2.0)
 RATES = (1.0, 2.0, 4.0, 8.0)
-UNIT = {"LLaMA-7b": 2, "LLaMA-13b": 1, "LLaMA-30b": 1}
-LARGER_UNIT = {"LLaMA-13b": 2, "LLaMA-30b": 2}
 
 
 def _ten(title: str, unit: FigureTen, fcfs: float | None, turns: float | None) -> Experiment:
@@ -355,34 +328,16 @@ def _ten(title: str, unit: FigureTen, fcfs: float | None, turns: float | None) -
     return Experiment(title, TEN, FACTORS, unit, over=over, at=1.0)
 
 
-def _cluster(
-    title: str,
-    sizes: Mapping[str, int],
-    alpha: float,
-    paper: tuple[float | None, ...],
-    headroom: float = 1.0,
-) -> Experiment:
-    of = Cluster(sizes, 32, alpha, WAYS, CLUSTERED, headroom)
-    over = dict(zip(("spatial", "spatial, by size", "temporal"), paper, strict=True))
-    return Experiment(title, WAYS, RATES, of, seconds=60.0, over=over)
-
-
-def _unit(title: str, sizes: Mapping[str, int], alpha: float) -> Experiment:
-    of = Cluster(sizes, 4, alpha, PARTS, PARTED)
-    return Experiment(title, PARTS, RATES, of, seconds=40.0, over={"neither": None, "compute": 1.2})
-
-
 MUXSERVE = {
     "mux_10a": _ten("Figure 10a: 30B, 13B, 7B on four A100s", TEN_A, 1.63, 1.51),
     "mux_10b": _ten("Figure 10b: 65B, 30B on four A100s", TEN_B, 2.06, 1.35),
-    "mux_10b_short": _ten("10b, lengths x 0.6", replace(TEN_B, length=0.6), None, None),
-    "mux_19": _cluster("19 models on 32 A100s", NINETEEN, 0.9, (1.8, 1.8, None)),
-    "mux_19_steep": _cluster("19 models, exponent 2.1", NINETEEN, 2.1, (1.8, 1.8, None)),
-    "mux_19_reserve": _cluster(
-        "19 models, placed for twice their rates", NINETEEN, 0.9, (None,) * 3, headroom=2.0
+    "mux_19": Experiment(
+        "19 models on 32 A100s",
+        WAYS,
+        RATES,
+        Cluster(NINETEEN, 32, 0.9, WAYS, CLUSTERED),
+        seconds=60.0,
+        over={"spatial": 1.8, "spatial, by size": 1.8, "temporal": None},
     ),
-    "mux_16": _cluster("16 models on 32 A100s", SIXTEEN, 0.9, (1.38, 1.38, 1.46)),
-    "mux_parts": _unit("7B, 7B, 13B, 30B on four A100s, part by part", UNIT, 0.9),
-    "mux_parts_large": _unit("13B, 13B, 30B, 30B, part by part", LARGER_UNIT, 2.1),
 }
 """Axes: for Figure 10 a factor on its rates, else requests per second of a model on average."""

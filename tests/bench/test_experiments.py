@@ -110,23 +110,22 @@ def test_both_kinds_have_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_are_as_long_and_as_many_as_the_figure_says() -> None:
-    unit = replace(mux_cases.TEN_A, length=0.5)
+    unit = mux_cases.TEN_A
     work = unit.workload(1.0, 200.0, seed=1)
     of = {m: [r for r in work.requests if r.model == m] for m in unit.rates}
     for model, rate in unit.rates.items():
         assert len(of[model]) == pytest.approx(200 * rate, rel=0.15)
-    mean = {m: sum(r.prompt_tokens + r.output_tokens for r in rs) / len(rs) for m, rs in of.items()}
-    assert mean["LLaMA-30b"] / mean["LLaMA-7b"] == pytest.approx(2.0, rel=0.15)
+    mean = {m: sum(r.prompt_tokens for r in rs) / len(rs) for m, rs in of.items()}
+    assert mean["LLaMA-30b"] > 1.5 * mean["LLaMA-7b"]
     assert mean["LLaMA-13b"] / mean["LLaMA-7b"] == pytest.approx(1.0, rel=0.1)
     assert max(r.prompt_tokens + r.output_tokens for r in work.requests) <= CONTEXT
     assert work == unit.workload(1.0, 200.0, seed=1)
 
 
-@pytest.mark.parametrize(("name", "models"), [("mux_19", 19), ("mux_16", 16)])
-def test_rows_have_the_same_devices_and_all_models(name: str, models: int) -> None:
-    cluster = MUXSERVE[name].run
+def test_rows_have_the_same_devices_and_all_models() -> None:
+    cluster = MUXSERVE["mux_19"].run
     assert isinstance(cluster, Cluster)
-    assert len(cluster.models) == models
+    assert len(cluster.models) == 19
     tenants = cluster.tenants(cluster.workload(2.0, 60.0, 1), 60.0)
     alone = [cut(tenants, cluster.devices) for cut in (mux_cases.apart, mux_cases.by_size)]
     for meshes in (*alone, mux_cases.together(tenants, cluster.devices)):
@@ -141,8 +140,9 @@ def test_rows_have_the_same_devices_and_all_models(name: str, models: int) -> No
 
 
 def test_by_size_models_of_a_size_have_as_many_devices() -> None:
-    cluster = MUXSERVE["mux_19_steep"].run
+    cluster = MUXSERVE["mux_19"].run
     assert isinstance(cluster, Cluster)
+    cluster = replace(cluster, alpha=2.1)
     tenants = cluster.tenants(cluster.workload(2.0, 60.0, 1), 60.0)
     meshes = mux_cases.by_size(tenants, cluster.devices)
     ranks = {cluster.models[names[0]]: n for n, names in meshes}
