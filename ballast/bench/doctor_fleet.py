@@ -163,10 +163,7 @@ def _group(
         if model.name not in names:
             continue
         try:
-            if device.gpu is None:
-                check_parallel(model, device.tensor_parallel)
-            else:
-                model = replace(model, linear="plain")  # as GPUs have it
+            check_parallel(model, device.tensor_parallel)
             spec = read_spec(model, device.tensor_parallel, isolation)
             specs.append(fitted(spec, model.block_tokens, device.page_bytes))
         except BallastError as error:

@@ -72,12 +72,11 @@ def _gpu_faults(fleet: FleetSettings, gpus: Callable[[], list[int]]) -> Iterator
             )
             yield ConfigError(f"devices[{i}].name", device.name, cure)
             return
-        if missing := [n for n in device.gpus if n >= len(sizes)]:
+        if device.gpu >= len(sizes):
             there = ", ".join(f"cuda:{n}" for n in range(len(sizes)))
-            what = "" if device.tensor_parallel == 1 else f"its ranks need cuda:{missing[0]}; "
-            yield ConfigError(f"devices[{i}].name", device.name, f"{what}CUDA shows {there}")
+            yield ConfigError(f"devices[{i}].name", device.name, f"CUDA shows {there}")
             continue
-        most = min(sizes[n] for n in device.gpus) * device.tensor_parallel
+        most = sizes[device.gpu]
         if device.budget_bytes > most:
             what = f"{device.name} has {format_bytes(most)} in all"
             yield ConfigError(f"devices[{i}].budget", format_bytes(device.budget_bytes), what)

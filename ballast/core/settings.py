@@ -131,8 +131,7 @@ class DeviceSettings:
     tensor_parallel: int = 1
     """Number of ranks (processes) that share the device's models, memory and link equally."""
     exchange: str = "shared"
-    """Collectives of ranks on CPUs: by `shared` memory, or by `gloo` without shared memory. GPUs
-    use NCCL."""
+    """Collectives of ranks on CPUs: by `shared` memory, or by `gloo` without shared memory."""
 
     @property
     def gpu(self) -> int | None:
@@ -141,14 +140,9 @@ class DeviceSettings:
         return int(number) if kind == CUDA and number.isdecimal() else None
 
     @property
-    def gpus(self) -> range:
-        """CUDA ordinals of the ranks' GPUs, one per rank; empty on a CPU."""
-        return range(0) if self.gpu is None else range(self.gpu, self.gpu + self.tensor_parallel)
-
-    @property
     def meets_in_memory(self) -> bool:
         """Whether its ranks exchange tensors in shared memory."""
-        return self.gpu is None and self.exchange == "shared"
+        return self.exchange == "shared"
 
     @property
     def rotates(self) -> bool:
@@ -157,14 +151,14 @@ class DeviceSettings:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether a GPU computes rows independently of each other; groups do not."""
+        """Whether a GPU computes rows independently of each other."""
         wanted = INVARIANT if self.invariant is None else self.invariant
-        return wanted and self.gpu is not None and self.tensor_parallel == 1
+        return wanted and self.gpu is not None
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes set aside for CUDA graphs; 0 on a CPU and for groups."""
-        if self.gpu is None or self.tensor_parallel > 1:
+        """Bytes set aside for CUDA graphs; 0 on a CPU."""
+        if self.gpu is None:
             return 0
         return GRAPH_BYTES if self.graphs is None else self.graphs
 

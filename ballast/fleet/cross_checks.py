@@ -44,7 +44,6 @@ def check_fleet(keys: FleetKeys, presets: Collection[str]) -> None:
 
 def _check_devices(keys: FleetKeys) -> None:
     names: dict[str, int] = {}
-    ranks: dict[int, str] = {}
     for i, device in enumerate(keys.device_settings()):
         if device.name in names:
             allowed = f"devices[{names[device.name]}] has that name already"
@@ -58,14 +57,6 @@ def _check_devices(keys: FleetKeys) -> None:
             raise ConfigError(f"devices[{i}].graphs", device.graphs, allowed)
         if device.name.startswith("cuda"):
             _check_gpu(keys, device, f"devices[{i}]")
-            if (exchange := keys.devices[i].exchange) is not None:
-                allowed = "GPUs meet through NCCL: leave it out"
-                raise ConfigError(f"devices[{i}].exchange", exchange, allowed)
-            for gpu in device.gpus:
-                if gpu in ranks:
-                    allowed = f"cuda:{gpu} is of {ranks[gpu]} already"
-                    raise ConfigError(f"devices[{i}].name", device.name, allowed)
-                ranks[gpu] = device.name
         if device.tensor_parallel > 1:
             _check_group(keys, device, f"devices[{i}]")
         if device.page_bytes * device.tensor_parallel > device.budget_bytes:
@@ -123,9 +114,9 @@ def _check_gpu(keys: FleetKeys, device: DeviceSettings, at: str) -> None:
     if device.threads is not None:
         allowed = "a GPU has none; `lanes` divide its multiprocessors"
         raise ConfigError(f"{at}.threads", device.threads, allowed)
-    if device.tensor_parallel > 1 and device.graphs:
-        allowed = "0: groups run without CUDA graphs so far"
-        raise ConfigError(f"{at}.graphs", device.graphs, allowed)
+    if device.tensor_parallel > 1:
+        allowed = "1: groups are of CPUs; each GPU is a device of its own"
+        raise ConfigError(f"{at}.tensor_parallel", device.tensor_parallel, allowed)
     for i, link in enumerate(keys.links):
         if link.device == device.name and link.bandwidth is not None:
             allowed = "a GPU's link is as fast as it is: only links of CPU devices are paced"

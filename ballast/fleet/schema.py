@@ -231,7 +231,7 @@ class DeviceKeys(Keys):
     """None: 256 MiB on a GPU."""
     tensor_parallel: Count = 1
     exchange: Literal["shared", "gloo"] | None = None
-    """None: in shared memory on CPUs. GPUs meet through NCCL, and nothing else."""
+    """None: in shared memory."""
 
     def settings(self, position: int) -> DeviceSettings:
         """Return the settings of the device at `position` of the list, counted from 0."""

@@ -10,7 +10,6 @@ import logging
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -27,10 +26,7 @@ from ballast.memory.cuda.calls import Driver
 from ballast.memory.cuda.fences import EventPool
 from ballast.memory.cuda.graphs import TorchRecorder
 from ballast.models.gpu.graphs import GraphCache
-from ballast.models.gpu.parallel import GpuExchange
 from ballast.models.gpu.recording import GraphRecorder
-from ballast.models.parallel.exchanges import NcclExchange
-from ballast.weights.sharding import Shard
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ class AllocatorOnDevice(Protocol):
 
 
 class GpuCompute(Protocol):
-    """PyTorch on a device: attention, streams, allocator, graphs, ranks. Tests use a stand-in."""
+    """PyTorch on a device: attention, streams, allocator, graphs. Tests use a stand-in."""
 
     @property
     def device(self) -> torch.device: ...
@@ -82,12 +78,6 @@ class GpuCompute(Protocol):
 
     def recorder(self, stream: int) -> GraphRecorder:
         """Return a recorder of graphs on `stream`, which nothing else may use."""
-
-    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
-        """Connect the ranks of a tensor-parallel group, and return their exchange.
-
-        All ranks pass the same `meeting` file, which must not exist yet. Returns when all are
-        connected. Raises ConfigError if this machine cannot, DeviceError if connecting fails."""
 
 
 class TorchOnGpu:
@@ -119,9 +109,6 @@ class TorchOnGpu:
 
     def recorder(self, stream: int) -> GraphRecorder:
         return TorchRecorder(self.device.index or 0, stream)
-
-    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
-        return NcclExchange(meeting, shard, self.device)
 
 
 class CudaRunner(LaneRunner):

@@ -10,10 +10,9 @@ from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.policy.presets import preset_of
 
 WHERE = "docs/gpu.md, `Never run`"
-GROUPS = "groups of GPUs (`tensor_parallel`)"
 STAGED = "KV blocks staged on the host (presets `kvswap`, `swiftcache`)"
 IN_PLACE = "weights that kernels read in host memory (preset `c2cserve`)"
-FEATURES = (GROUPS, STAGED, IN_PLACE)
+FEATURES = (STAGED, IN_PLACE)
 
 
 def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
@@ -22,9 +21,5 @@ def never_run(fleet: FleetSettings, device: DeviceSettings) -> tuple[str, ...]:
         return ()
     preset = preset_of(fleet)
     in_place = preset.requires.in_place or bool(preset.values.get("in_place"))
-    on = {
-        GROUPS: device.tensor_parallel > 1,
-        STAGED: preset.requires.kv_staging,
-        IN_PLACE: in_place,
-    }
+    on = {STAGED: preset.requires.kv_staging, IN_PLACE: in_place}
     return tuple(feature for feature in FEATURES if on[feature])

@@ -140,23 +140,19 @@ def test_a_gpu_that_uses_what_none_has_run_is_warned_of(made: MadeFleet) -> None
     assert "never run" not in by_check(list(doctor_fleet.fleet(replace(fleet, device=gpu))))
     lanes = replace(fleet, device=replace(gpu, lanes=2))
     assert "never run" not in by_check(list(doctor_fleet.fleet(lanes)))
-    group = replace(fleet, device=replace(gpu, tensor_parallel=2))
-    found = by_check(list(doctor_fleet.fleet(group)))["never run"]
+    staged = replace(fleet, device=gpu, preset="swiftcache")
+    found = by_check(list(doctor_fleet.fleet(staged)))["never run"]
     assert found.verdict is Verdict.WARN
-    assert "groups of GPUs" in found.found
+    assert "KV blocks staged" in found.found
 
 
 def test_a_group_is_judged_by_what_each_rank_has(made: MadeFleet) -> None:
     fleet = load_fleet(made.file, presets=("ballast",), environ={})
-    fields = {"tensor_parallel": 2, "budget_bytes": 1 * GiB}
-    for device in (
-        replace(fleet.device, **fields),
-        replace(fleet.device, **fields, name="cuda:0", page_bytes=2 * MiB, threads=None),
-    ):
-        found = by_check(list(doctor_fleet.fleet(replace(fleet, device=device))))
-        assert found["atlas-chat, on each rank"].verdict is Verdict.OK
-        assert found["budget, on each rank"].found.startswith("512MiB")
-        assert "3 heads" in found["wren-mini"].found
+    device = replace(fleet.device, tensor_parallel=2, budget_bytes=1 * GiB)
+    found = by_check(list(doctor_fleet.fleet(replace(fleet, device=device))))
+    assert found["atlas-chat, on each rank"].verdict is Verdict.OK
+    assert found["budget, on each rank"].found.startswith("512MiB")
+    assert "3 heads" in found["wren-mini"].found
 
 
 def test_a_damaged_checkpoint_fails_and_the_rest_is_still_checked(

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,8 @@ def cpu(n_bytes: int, name: str = "cpu:0") -> DeviceSettings:
     return DeviceSettings(name=name, budget_bytes=n_bytes)
 
 
-def gpu(number: int, n_bytes: int = GiB, ranks: int = 1) -> DeviceSettings:
-    return replace(cpu(n_bytes, f"cuda:{number}"), tensor_parallel=ranks)
+def gpu(number: int, n_bytes: int = GiB) -> DeviceSettings:
+    return cpu(n_bytes, f"cuda:{number}")
 
 
 def machine(n_bytes: int, who: str = "the machine") -> Callable[[], Bound]:
@@ -57,7 +56,6 @@ def test_a_gpu_takes_no_memory_of_the_host() -> None:
     check_machine(fleet(gpu(0, 40 * GiB)), machine(8 * GiB), lambda: [80 * GiB])
     with pytest.raises(ConfigError, match=r"devices\[0\].budget: '81GiB': cuda:0 has 80GiB in all"):
         check_machine(fleet(gpu(0, 81 * GiB)), machine(8 * GiB), lambda: [80 * GiB])
-    check_machine(fleet(gpu(0, 81 * GiB, ranks=2)), machine(8 * GiB), lambda: [80 * GiB] * 2)
 
 
 def test_a_gpu_that_is_not_there_says_what_to_do() -> None:
@@ -70,8 +68,6 @@ def test_a_gpu_that_is_not_there_says_what_to_do() -> None:
         ConfigError, match=r"devices\[1\].name: 'cuda:3': CUDA shows cuda:0, cuda:1"
     ):
         check_machine(fleet(gpu(0), gpu(3)), machine(GiB), lambda: [GiB, GiB])
-    with pytest.raises(ConfigError, match="its ranks need cuda:2; CUDA shows cuda:0, cuda:1"):
-        check_machine(fleet(gpu(1, ranks=2)), machine(GiB), lambda: [GiB, GiB])
 
 
 def test_what_is_used_by_others_now_is_warned_of() -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -18,9 +17,6 @@ from ballast.kernels.plain.attention import PlainAttention
 from ballast.live.cuda_machine import CudaMachine
 from ballast.live.cuda_runner import AllocatorOnDevice
 from ballast.live.machine import MakeMachine
-from ballast.models.gpu.parallel import GpuExchange
-from ballast.models.parallel.exchanges import GlooExchange
-from ballast.weights.sharding import Shard
 from tests.memory.fake_cuda import FakeDriver
 from tests.models.fake_graphs import FakeRecorder, Recorders
 
@@ -76,9 +72,6 @@ class OnHost:
 
     def recorder(self, stream: int) -> FakeRecorder:
         return self.recorders(stream)
-
-    def exchange(self, meeting: Path, shard: Shard) -> GpuExchange:
-        return GlooExchange(meeting, shard)
 
 
 class AtOnce(FakeDriver):

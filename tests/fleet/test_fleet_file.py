@@ -702,21 +702,14 @@ def test_a_gpu_is_named_by_its_number(home: Path) -> None:
         ('name: "cuda:x"', "name"),
         ('name: "cuda"', "name"),
         ('name: "cuda:0", threads: 2', "threads"),
-        ('name: "cuda:0", tensor_parallel: 2, lanes: 2', "lanes"),
-        ('name: "cuda:0", tensor_parallel: 2, graphs: 64MiB', "graphs"),
-        ('name: "cuda:0", tensor_parallel: 2, invariant: 1', "invariant"),
+        ('name: "cuda:0", tensor_parallel: 2', "tensor_parallel"),
         ("tensor_parallel: 2, keep_free: 1MiB", "keep_free"),
         ("keep_free: -1", "keep_free"),
         ("tensor_parallel: 2, invariant: 1", "invariant"),
         ('name: "cuda:0", invariant: 2', "invariant"),
-        ('name: "cuda:0", tensor_parallel: 2, exchange: gloo', "exchange"),
     ):
         found = fault(home, MINIMAL.replace(one, f"{wrong}, budget: 64MiB"))
         assert found.key == f"devices[0].{key}"
-    group = '{name: "cuda:1", budget: 64MiB, tensor_parallel: 2}'
-    both = f'{group}\n  - {{name: "cuda:2", budget: 64MiB}}'
-    found = fault(home, MINIMAL.replace(f"{{{one}}}", both))
-    assert (found.key, "cuda:2 is of cuda:1" in found.allowed) == ("devices[1].name", True)
     link = 'links: [{device: "cuda:1", bandwidth: 4GB/s}]'
     assert fault(home, MINIMAL.replace(one, 'name: "cuda:1", budget: 64MiB') + link).key == (
         "links[0].bandwidth"

@@ -9,7 +9,7 @@ import pytest
 
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings
 from ballast.live import device
-from ballast.live.never_run import FEATURES, GROUPS, IN_PLACE, STAGED, never_run
+from ballast.live.never_run import FEATURES, IN_PLACE, STAGED, never_run
 from tests.engine.gpus import on_gpu, serving
 from tests.live.test_live_device import fleet, paths  # noqa: F401
 from tests.memory.fake_cuda import FakeDriver
@@ -21,7 +21,6 @@ def test_each_is_named_where_it_is_turned_on_and_on_gpus_alone() -> None:
     gpu = DeviceSettings(name="cuda:0", budget_bytes=1 << 30)
     plain = FleetSettings(models=(ModelSettings(name="a", path="a"),), device=gpu)
     turned_on = {
-        GROUPS: replace(plain, device=replace(gpu, tensor_parallel=2)),
         STAGED: replace(plain, preset="swiftcache"),
         IN_PLACE: replace(plain, preset="c2cserve"),
     }
@@ -56,6 +55,6 @@ def test_a_device_that_uses_any_logs_it_when_it_starts(
         return [m for r in caplog.records if "no GPU has ever run" in (m := r.getMessage())]
 
     assert logged() == []
-    monkeypatch.setattr(device, "never_run", lambda *_: (GROUPS,))
+    monkeypatch.setattr(device, "never_run", lambda *_: (STAGED,))
     (line,) = logged()
-    assert GROUPS in line
+    assert STAGED in line

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from ballast.core.job import SequenceWork
-from ballast.kernels.plain.attention import PlainAttention
-from ballast.models.gpu.parallel import GpuParallelModel
 from ballast.models.parallel.exchanges import GlooExchange, SharedExchange
 from ballast.models.parallel.model import ParallelModel
 from ballast.weights.sharding import Shard
@@ -28,14 +26,11 @@ class Group:
         path: Path,
         meeting: Path | None,
         ranks: int,
-        attention: type[PlainAttention] | None = None,
         **settings: Any,
     ) -> None:
-        """`attention`: served as from GPUs, by this."""
         self._threads = [ThreadPoolExecutor(1, initializer=alone) for _ in range(ranks)]
         self._running: list[Future[None]] = []
-        linear = "auto" if attention is None else "plain"
-        settings = {"model_impl": "auto", "linear": linear, "attention": attention, **settings}
+        settings = {"model_impl": "auto", "linear": "auto", **settings}
 
         shared = os.memfd_create("meeting")
 
@@ -57,7 +52,7 @@ class Group:
 
     def begin(self, model: str, work: Sequence[SequenceWork], *, head: bool) -> None:
         for thread, rank in zip(self._threads[1:], self.others, strict=True):
-            assert isinstance(rank.model, ParallelModel | GpuParallelModel)
+            assert isinstance(rank.model, ParallelModel)
             self._running.append(thread.submit(rank.model.compute, work, head=head))
 
     def end(self) -> None:

@@ -25,7 +25,6 @@ from ballast.models.fused.model import FusedModel
 from ballast.models.fused.workspace import workspace_bytes
 from ballast.models.gpu.executor import GpuExecutor, GpuTransformersModel
 from ballast.models.gpu.fused import GpuFusedModel
-from ballast.models.gpu.parallel import GpuParallelModel
 from ballast.models.parallel.model import ParallelModel
 from ballast.models.transformers import TransformersModel
 from ballast.weights.checkpoint import load_host_model
@@ -98,10 +97,7 @@ class Served:
         addresses = [w.ctypes.data for w in self.weights]
         where = (self.host, addresses, base, self.layout)
         self.model: TransformersModel | FusedModel | GpuExecutor
-        if attention is not None and ranks is not None:
-            here = (kv_bytes, torch.device("cpu"), attention)
-            self.model = GpuParallelModel(*where, *here, **ranks)
-        elif attention is not None:
+        if attention is not None:
             kind = GpuFusedModel if self.host.fused else GpuTransformersModel
             self.model = kind(*where, kv_bytes, torch.device("cpu"), attention, **(gpu or {}))
         elif self.host.fused:

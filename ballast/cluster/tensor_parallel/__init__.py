@@ -12,12 +12,9 @@ out the first one's commands. A group that loses a rank ends as a whole.
         RemoteRank  ── memory, models, jobs ──────────>
                     <── events ────────────────────────
 
-- `cpu_rank_machine`: A rank on the cores and memory of the host.
-- `cuda_rank_machine`: A rank on a GPU of its own.
 - `group_machine`: The group as one machine, in the first rank.
 - `group_stream`: Rotating layers of a model of a group, in the first rank.
-- `rank_machine_choice`: The kind of machine of a rank: CPU or GPU.
-- `rank_machine`: The memory, link and models of one rank: protocol, and its share of the settings.
+- `rank_machine`: The memory, link and models of one rank, and its share of the settings.
 - `rank_process`: The process of a further rank.
 - `rank_server`: A further rank's state, and the first rank's commands on it.
 - `remote_rank`: The first rank's handle of a further rank: its process and connections.

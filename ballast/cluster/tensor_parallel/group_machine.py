@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ballast.cluster.tensor_parallel.group_stream import GroupStream
-from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachine, settings_of_rank
-from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
+from ballast.cluster.tensor_parallel.rank_machine import KvPlace, RankMachine, settings_of_rank
 from ballast.cluster.tensor_parallel.remote_rank import RemoteRank
 from ballast.cluster.tensor_parallel.remote_vm import RemoteVm
 from ballast.core.capability import GpuReach
@@ -40,7 +39,6 @@ from ballast.memory.copies import Copy
 from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.group.link import GroupLink, share_of
 from ballast.memory.group.vm import GroupVm
-from ballast.memory.transfer import HostLink
 from ballast.models.executor import ModelExecutor
 from ballast.transport.tensor_parallel.rank_messages import (
     CopyMsg,
@@ -104,7 +102,6 @@ class GroupMachine:
         clock: Clock,
         post: Callable[[Event], None],
         others: Sequence[RemoteRank],
-        make: MakeRankMachine = rank_machine_of,
     ) -> None:
         """Return when all ranks have met.
 
@@ -126,7 +123,7 @@ class GroupMachine:
                 other.listen(self._transfer_landed, self._layers_settled, self._rank_lost)
                 own = settings_of_rank(whole, other.rank)
                 other.memory.send(JoinGroupMsg(other.rank, own, pace))
-            self._own = make(device, Shard(0, ranks), pace, clock, self._transfer_landed)
+            self._own = RankMachine(device, Shard(0, ranks), pace, clock, self._transfer_landed)
             for part in (self._own, self._own.vm, self._own.link):
                 failing.callback(part.close)
             for other in others:
@@ -229,16 +226,13 @@ class GroupMachine:
     ) -> LaneRunner:
         return self._own.runner(executors, post, clock, device, cap, record)
 
-    def make_stream(self, clock: Clock, post: Callable[[Event], None]) -> MakeStream | None:
-        """Return what makes streams whose ranks load their parts over their own links; None for a
-        group of GPUs, whose layers do not rotate yet. KV of groups does not stream."""
-        if self.device.gpu is not None:
-            return None
+    def make_stream(self, clock: Clock, post: Callable[[Event], None]) -> MakeStream:
+        """Return what makes streams whose ranks load their parts over their own links. KV of groups
+        does not stream."""
 
         def make(spec: ModelSpec) -> GroupStream:
             settled = RotationSettledEvent(spec.name)
             link = self._own.link
-            assert isinstance(link, HostLink)
             others = [other.memory for other in self._others]
             made = GroupStream(spec.name, link, clock, lambda: post(settled), others)
             self._layer_streams[spec.name] = made
@@ -251,8 +245,7 @@ class GroupMachine:
             other.models.call(SetActivationLimitMsg(n_bytes))
 
     def when_lost(self, call: WhenLost) -> None:
-        """End the group instead of calling `call`: it ends with the process of its first rank."""
-        self._own.when_lost(lambda error: self._end(str(error)))
+        """Do nothing: a group on CPUs is lost only with a process of its own."""
 
     def copy(self, dst: int, src: int, n_bytes: int) -> None:
         targets, sources = self.vm.ranges.where(dst), self.vm.ranges.where(src)

@@ -1,38 +1,39 @@
-"""Define the protocol of one tensor-parallel rank's machine: its memory, link and models.
+"""Provide memory, link and models of one tensor-parallel rank on the host's cores and memory.
 
-Implemented for CPU and GPU; used by `GroupMachine` (first rank) and `RankServer` (further ranks).
-Also derives one rank's equal share of a device's settings.
+Used by `GroupMachine` (first rank) and `RankServer` (further ranks). Also derives one rank's equal
+share of a device's settings.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from ballast.core.capability import CUDA
 from ballast.core.clock import Clock
 from ballast.core.errors import ConfigError
 from ballast.core.event import Event
 from ballast.core.link import LinkRates
 from ballast.core.settings import DeviceSettings, ModelSettings
+from ballast.kernels.stream_copy import stream_copier
 from ballast.kernels.workspace import Workspace
-from ballast.kv.layout import Layout
+from ballast.kv.layout import Layout, fitted
+from ballast.live.cpu_machine import OnCpu
 from ballast.live.host_stream import HostStream
-from ballast.live.machine import Cap
-from ballast.live.runner import Executor, LaneRunner, Record
 from ballast.memory.copies import Copy
-from ballast.memory.cuda.calls import WhenLost
-from ballast.memory.transfer import Link
-from ballast.memory.vm import Vm
-from ballast.models.gpu.parallel import GpuParallelModel
+from ballast.memory.transfer import HostLink
+from ballast.memory.vm_memfd import MemfdVm
+from ballast.models.parallel.exchanges import GlooExchange, SharedExchange
 from ballast.models.parallel.model import (
     Followers,
+    NoExchange,
     ParallelModel,
+    RankExchange,
+    check_parallel,
 )
+from ballast.models.profile_run import measured
+from ballast.weights.checkpoint import load_host_model
 from ballast.weights.host import HostModel, HostTier
 from ballast.weights.sharding import Shard
 
@@ -49,27 +50,38 @@ class KvPlace:
     layout: Layout
 
 
-class RankMachine(Protocol):
-    """Memory, link and models of one rank; methods without a docstring are as in `Machine`."""
+class RankMachine(OnCpu):
+    """Memory, link and models of one rank, on cores and memory of this host."""
 
-    @property
-    def vm(self) -> Vm: ...
-
-    @property
-    def link(self) -> Link: ...
+    def __init__(
+        self,
+        device: DeviceSettings,
+        shard: Shard,
+        pace: LinkRates | None,
+        clock: Clock,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._device, self._shard = device, shard
+        self.vm = MemfdVm(device.page_bytes, device.budget_bytes // device.page_bytes)
+        self.link = HostLink(clock, post, pace, copy_bytes=stream_copier())
+        self._exchange: RankExchange | None = None
 
     def meet(self, place: MeetingPlace) -> None:
         """Join the other ranks, once, before models are built; returns when all have joined."""
-
-    def prepare_thread(self) -> None:
-        """Prepare the calling thread, before it uses the machine for the first time."""
+        if isinstance(place, Path):
+            self._exchange = GlooExchange(place, self._shard)
+        else:
+            capacity = self.vm.n_pages * self.vm.page_bytes
+            self._exchange = SharedExchange(place, self._shard, capacity)
 
     def load(self, settings: ModelSettings, tier: HostTier, threads: int) -> HostModel:
         """Load the rank's part of a model into the host tier."""
-
-    def unload(self, host: HostModel) -> None: ...
-
-    def copy(self, dst: int, src: int, n_bytes: int) -> None: ...
+        check_parallel(settings, self._shard.ranks)
+        host = load_host_model(settings, tier, threads, self._shard)
+        host.spec = fitted(host.spec, settings.block_tokens, self._device.page_bytes)
+        if self._shard.rank:
+            return host  # only the first is measured: it needs most, as it has the logits besides
+        return measured(host, _build_alone, self._device)
 
     def model(
         self,
@@ -78,46 +90,44 @@ class RankMachine(Protocol):
         kv: KvPlace,
         workspace: Workspace,
         followers: Followers | None = None,
-    ) -> ParallelModel | GpuParallelModel:
+    ) -> ParallelModel:
         """Build the executor of the rank's part of a model. `followers`: the further ranks, on
         which the first rank starts each of its jobs."""
+        assert self._exchange is not None
+        memory = (segments, kv.base, kv.layout, workspace)
+        most = (self._device.step_tokens, self._device.step_logits)
+        return ParallelModel(host, *memory, *most, exchange=self._exchange, followers=followers)
 
     def layer_stream(
         self, model: str, copies: Sequence[Copy], clock: Clock, on_settled: Callable[[], None]
-    ) -> HostStream | None:
-        """Build what loads the rank's parts of layers; None: layers cannot rotate."""
-
-    def synchronized(self) -> AbstractContextManager[object]:
-        """Return a context for a further rank's part of a job, left when it has been computed."""
-
-    def cap(self, n_bytes: int) -> Cap: ...
-
-    def when_lost(self, call: WhenLost) -> None: ...
-
-    def runner(
-        self,
-        executors: Mapping[str, Sequence[Executor]],
-        post: Callable[[Event], None],
-        clock: Clock,
-        device: DeviceSettings,
-        cap: Cap,
-        record: Record | None,
-    ) -> LaneRunner: ...
+    ) -> HostStream:
+        """Build what loads the rank's parts of layers."""
+        made = HostStream(model, self.link, clock, on_settled)
+        made.add_weights(copies)
+        return made
 
     def close(self) -> None:
         """Free everything; the other ranks have ended, and nothing of this one is in use."""
+        if self._exchange is not None:
+            self._exchange.close()
 
 
-MakeRankMachine = Callable[
-    [DeviceSettings, Shard, LinkRates | None, Clock, Callable[[Event], None]], RankMachine
-]
-"""Builds a rank's machine from its `settings_of_rank`, its shard, the pace of its link, the clock,
-and a callback for transfers that end."""
+def _build_alone(
+    host: HostModel,
+    segments: Sequence[int],
+    kv_base: int,
+    layout: Layout,
+    workspace: Workspace,
+    device: DeviceSettings,
+) -> ParallelModel:
+    """Build the first rank's part of a model without the other ranks, for a profile run."""
+    most = (device.step_tokens, device.step_logits)
+    return ParallelModel(host, segments, kv_base, layout, workspace, *most, exchange=NoExchange())
 
 
-def settings_of_rank(whole: DeviceSettings, rank: int = 0) -> DeviceSettings:
-    """Return one rank's equal share of a device's settings; each rank of a GPU has a GPU to itself,
-    counted from the device's. Raises ConfigError where the device cannot be a group."""
+def settings_of_rank(whole: DeviceSettings) -> DeviceSettings:
+    """Return one rank's equal share of a device's settings. Raises ConfigError where the device
+    cannot be a group."""
     ranks = whole.tensor_parallel
     if whole.lanes > 1:
         allowed = "one lane: ranks meet in the order of jobs, of which there is one at a time"
@@ -125,7 +135,5 @@ def settings_of_rank(whole: DeviceSettings, rank: int = 0) -> DeviceSettings:
     budget = whole.budget_bytes // ranks
     if budget < whole.page_bytes:
         raise ConfigError(f"the budget of {whole.name}", whole.budget_bytes, "a page each")
-    if whole.gpu is not None:
-        return replace(whole, name=f"{CUDA}:{whole.gpus[rank]}", budget_bytes=budget)
     threads = whole.threads or len(os.sched_getaffinity(0))
     return replace(whole, budget_bytes=budget, threads=max(1, threads // ranks))

@@ -19,8 +19,6 @@ from typing import NoReturn
 import torch
 
 from ballast.cluster.logs import FORMAT_VARIABLE, set_up_logs
-from ballast.cluster.tensor_parallel.rank_machine import MakeRankMachine
-from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
 from ballast.cluster.tensor_parallel.rank_server import DONE, RankServer
 from ballast.core.errors import BallastError, BrokenPromise, DeviceError, DeviceLost
 from ballast.core.event import Event, TransferDoneEvent
@@ -49,11 +47,10 @@ def _serve_connection(
     """Execute the commands of one connection, until the first rank ends, and this process with it.
 
     The process also ends after a fault to which there is no reply: after a fault in a job the ranks
-    are out of step; any other is a bug, or the GPU is lost. `threads`: of PyTorch; None: its
+    are out of step; any other is a bug. `threads`: of PyTorch; None: its
     default.
     """
     try:
-        server.prepare_thread()
         if threads is not None:
             torch.set_num_threads(threads)
         while True:
@@ -111,13 +108,11 @@ def serve_first_rank(
     models: LeaderConnection,
     jobs: LeaderConnection,
     events: LeaderConnection,
-    make: MakeRankMachine = rank_machine_of,
     isolation: Isolation | None = None,
 ) -> None:
     """Join the group as the rank that the first rank assigns, and serve it until it ends, and this
     process with it."""
-    server = _join(memory, events, make, isolation)
-    server.when_lost(_end_process)
+    server = _join(memory, events, isolation)
     for name, connection, threads in (
         ("models", models, None),
         ("jobs", jobs, server.device.threads),
@@ -131,7 +126,6 @@ def serve_first_rank(
 def _join(
     memory: LeaderConnection,
     events: LeaderConnection,
-    make: MakeRankMachine,
     isolation: Isolation | None,
 ) -> RankServer:
     """Build the rank that the first rank assigns, and join the others; on a fault the process
@@ -145,7 +139,7 @@ def _join(
         group = memory.receive()
         assert isinstance(group, JoinGroupMsg)
         try:
-            server = RankServer(group, transfer_landed, events.send, make, isolation)
+            server = RankServer(group, transfer_landed, events.send, isolation)
         except BallastError as error:
             if isinstance(error, DeviceError):
                 memory.send(RefusedReply(error.call, error.reason))

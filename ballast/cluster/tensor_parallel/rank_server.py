@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MakeRankMachine, MeetingPlace
-from ballast.cluster.tensor_parallel.rank_machine_choice import rank_machine_of
+from ballast.cluster.tensor_parallel.rank_machine import KvPlace, MeetingPlace, RankMachine
 from ballast.core.errors import BrokenPromise
 from ballast.core.event import Event
 from ballast.isolation.calls import Isolation
@@ -20,9 +19,7 @@ from ballast.live.inbox import MonotonicClock
 from ballast.live.machine import Cap
 from ballast.memory.arena import confine_allocator
 from ballast.memory.copies import Copy
-from ballast.memory.cuda.calls import WhenLost
 from ballast.memory.vm import Range
-from ballast.models.gpu.parallel import GpuParallelModel
 from ballast.models.parallel.model import ParallelModel
 from ballast.transport.tensor_parallel.rank_messages import (
     CopyMsg,
@@ -70,10 +67,9 @@ class RankServer:
         group: JoinGroupMsg,
         transfer_landed: Callable[[Event], None],
         layers_settled: Callable[[LayersSettledEvent], None],
-        make: MakeRankMachine = rank_machine_of,
         isolation: Isolation | None = None,
     ) -> None:
-        """Build the rank's machine; raises as `make`.
+        """Build the rank's machine. Raises ConfigError and DeviceError.
 
         `transfer_landed`, `layers_settled`: called by any thread, to send the event to the first
         rank; `isolation`: examines checkpoints.
@@ -82,12 +78,12 @@ class RankServer:
         self.device = device = group.device
         shard = Shard(group.rank, device.tensor_parallel)
         self._clock = MonotonicClock()
-        self._machine = make(device, shard, group.pace, self._clock, transfer_landed)
+        self._machine = RankMachine(device, shard, group.pace, self._clock, transfer_landed)
         window = self._machine.vm.window
         self._ranges: dict[int, Range] = {window.base: window}
         self._tier = HostTier(isolation=isolation)
         self._hosts: dict[str, HostModel] = {}
-        self._models: dict[str, ParallelModel | GpuParallelModel] = {}
+        self._models: dict[str, ParallelModel] = {}
         self._layer_streams: dict[str, HostStream] = {}
         self._layers_settled = layers_settled
         self._workspace = Workspace(device.budget_bytes)
@@ -96,14 +92,6 @@ class RankServer:
     def meet(self, place: MeetingPlace) -> None:
         """Join the other ranks, before the first command; returns when all have joined."""
         self._machine.meet(place)
-
-    def prepare_thread(self) -> None:
-        """Prepare the calling thread, before it executes its first command."""
-        self._machine.prepare_thread()
-
-    def when_lost(self, call: WhenLost) -> None:
-        """Have `call` called once if the rank's device is lost, as `Machine.when_lost`."""
-        self._machine.when_lost(call)
 
     def execute(self, command: ToRank) -> RankReply:
         """Carry out a command. Raises DeviceError and BrokenPromise with nothing changed."""
@@ -175,8 +163,7 @@ class RankServer:
         return DONE
 
     def _run_job(self, job: RunJobMsg) -> None:
-        with self._machine.synchronized():
-            self._models[job.model].compute(job.work, head=job.head)
+        self._models[job.model].compute(job.work, head=job.head)
         if self._cap is not None:
             self._cap.check(alone=True)
 
@@ -198,8 +185,7 @@ class RankServer:
         stream = self._machine.layer_stream(
             spec.name, copies, self._clock, lambda: self._report_settled(spec.name)
         )
-        if stream is not None:
-            model.barriers = self._layer_streams[spec.name] = stream
+        model.barriers = self._layer_streams[spec.name] = stream
 
     def _report_settled(self, model: str) -> None:
         self._layers_settled(LayersSettledEvent(model, self._layer_streams[model].held))

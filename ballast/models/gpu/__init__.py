@@ -4,6 +4,5 @@
 - `executor`: The common part of executors, and the one of any `transformers` decoder.
 - `fused`: The fast path for Llama-shaped families.
 - `graphs`: CUDA graphs of decode steps, by bucket.
-- `parallel`: A tensor-parallel rank.
 - `recording`: Forward passes recorded in pieces, with stops between them.
 """

@@ -10,8 +10,7 @@ import pytest
 
 from ballast.bench.inprocess import Answer, InProcess
 from ballast.cluster.machine_choice import machine_of
-from ballast.cluster.tensor_parallel.cpu_rank_machine import CpuRankMachine
-from ballast.cluster.tensor_parallel.rank_machine import settings_of_rank
+from ballast.cluster.tensor_parallel.rank_machine import RankMachine, settings_of_rank
 from ballast.core.errors import ConfigError, DeviceError
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.model import ModelSpec
@@ -42,7 +41,7 @@ def specs_of_ranks(
     """What the first rank of a device has of each model, and pages for activations of their jobs,
     as measured on this machine."""
     own = settings_of_rank(device)
-    machine = CpuRankMachine(own, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
+    machine = RankMachine(own, Shard(0, device.tensor_parallel), None, MonotonicClock(), print)
     specs = []
     for m in models:
         host = machine.load(m, HostTier(), 1)
