@@ -1,8 +1,7 @@
 """What page operations cost, in microseconds a page and a MiB.
 
 Costs: each operation on a device of 64 MiB, one page a call (`map_run`: all pages in one call), for
-three page sizes in turns; medians over rounds. `hand_over` moves a page with its contents from one
-range into another's: unmap, ledger, map.
+three page sizes in turns; medians over rounds.
 
 `us_per_mib`: what an idle model's memory costs to become another's: its pages are given back in one
 call, leased and mapped by the other in one call, and entered into the page tables so that using
@@ -122,7 +121,6 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
     vm = MemfdVm(page_bytes, n)
     pool = Pool(vm, n)
     a = BackedRange(pool, vm, "a", DEVICE_BYTES)
-    b = BackedRange(pool, vm, "b", DEVICE_BYTES)
     pool.free_pages.populate_some(n)
     costs: dict[str, float] = {}
 
@@ -134,9 +132,7 @@ def _owner_costs(page_bytes: int) -> dict[str, float]:
 
     timed("back_us", lambda i: a.back(i, 1))
     array_at(a.range.base, (DEVICE_BYTES,), np.uint8)[:] = 1
-    timed("hand_over_us", lambda i: a.hand_to(i, 1, b, n - 1 - i))
-    array_at(b.range.base, (DEVICE_BYTES,), np.uint8)[:] = 2
-    timed("release_us", lambda i: b.release(i, 1))
+    timed("release_us", lambda i: a.release(i, 1))
 
     def books(_: int) -> None:
         pages = pool.allocate("a", 1)

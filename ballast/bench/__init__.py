@@ -17,7 +17,6 @@ The command line may import it. It imports everything but `dashboard`.
 - `doctor_memory`: Doctor's checks of memory and mappings.
 - `doctor`: `ballast doctor`: is this machine fit for this fleet?
 - `expected_load`: State what a workload will ask of each model.
-- `fairness`: Fairness of KV memory between models (MuxServe, Equation 2).
 - `few_bits`: Round a matrix to few bits with scales of groups.
 - `fleet_delta`: Write a fine-tune as a delta over its base, in low rank or few bits.
 - `host_loading`: Load a fleet's models into a host tier.

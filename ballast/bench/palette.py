@@ -4,7 +4,6 @@ from __future__ import annotations
 
 INK = "#1b2430"
 MUTED = "#5b6675"
-HAIRLINE = "#dfe4ea"
 EMPTY = "#f3f5f8"
 """Free memory: the ground on which the rest is drawn."""
 BEST = "#00685a"

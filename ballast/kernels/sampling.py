@@ -227,7 +227,6 @@ _MASK = np.uint64(0xFFFFFFFF)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _SHIFT = np.uint64(32)
-_UNIT = 2.0**-52
 
 
 @njit(cache=is_kept(), nogil=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]

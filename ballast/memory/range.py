@@ -140,27 +140,6 @@ class BackedRange:
         self._indices.mark(at, n, EMPTY)
         self.on_host -= n
 
-    def hand_to(self, at: int, n: int, target: BackedRange, to: int) -> None:
-        """Move the pages at `at ..` to another range and its owner; contents are kept.
-
-        Nothing in flight may use them. Raises BrokenPromise if the target is backed there.
-        """
-        pages = self.pages(at, n)
-        target._indices.check_empty(to, n)
-        self._pool.hand_over(self.owner, target.owner, pages)
-        self._vm.unmap(self.range, at, n)
-        try:
-            small = n * self.range.page_bytes <= _PREFAULT_BYTES
-            self._vm.map(target.range, to, pages, prefault=small)
-        except DeviceError:
-            self._vm.map(self.range, at, pages)
-            self._pool.hand_over(target.owner, self.owner, pages)
-            raise
-        self._indices.mark(at, n, EMPTY)
-        self.backed -= n
-        target._indices.put(to, pages)
-        target.backed += n
-
     def cede(self, at: int, n: int, owner: str) -> tuple[int, ...]:
         """Give the pages at `at ..` to another owner and keep them mapped as aliases; returns them.
         Nothing that runs is disturbed."""

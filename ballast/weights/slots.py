@@ -78,11 +78,6 @@ class Slots:
         """Pages of all slots."""
         return sum(map(len, self._pages))
 
-    @property
-    def saved_pages(self) -> int:
-        """Pages that rotation frees: those of the layers beyond the slots."""
-        return self.rotation.n_freed * self.layer_pages
-
     def refusal(self, wanted: Rotation) -> str | None:
         """Return why these layers cannot rotate; None: they can."""
         return wanted.refusal(self.rotatable)

@@ -107,21 +107,6 @@ def assemble(
     return Workload.of(name, requests, source, labels)
 
 
-def with_lengths(
-    workload: Workload, prompt: LengthSampler, output: LengthSampler, seed: int = 0
-) -> Workload:
-    """The same arrivals with other token counts; shared prefixes are dropped. A synthetic mix."""
-    rng = np.random.default_rng(seed)
-    n = len(workload.requests)
-    columns = (prompt.sample(rng, n).tolist(), output.sample(rng, n).tolist())
-    requests = (
-        replace(r, prompt_tokens=p, output_tokens=o, prefix_blocks=None, block_tokens=0)
-        for r, p, o in zip(workload.requests, *columns, strict=True)
-    )
-    label = f"synthetic mix: prompt tokens {prompt}, output tokens {output}, seed {seed}"
-    return Workload.of(workload.name, requests, workload.source, (*workload.labels, label))
-
-
 def spread_models(
     workload: Workload, names: Sequence[str], shares: Sequence[float], seed: int = 0
 ) -> Workload:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench.fairness import fairness_gap, normalised_kv
 from ballast.bench.plot import plot
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import LatencyStats, Report, RequestStats
@@ -201,20 +200,3 @@ def test_a_mean_by_rate_counts_models_with_few_requests_little() -> None:
     found = Report.of(RECORDS, SLOS, 10.0)
     assert found.rate_weighted_requests_per_second == pytest.approx((4 * 3 + 2 * 2) / 6 / 10)
     assert "requests/s, by rate" in shown(comparison_table([found]), 80)
-
-
-def test_fairness_is_of_the_memory_that_requests_of_one_size_hold() -> None:
-    def seen(a: int, b: int) -> Report:
-        owners = {"kv:a": a, "kv:b": b, "cached:b": 99, "free": 1}
-        memory = [MemorySample(float(at), {"d": DeviceSample(owners)}) for at in range(3)]
-        return Report.of([record(0), record(1), record(2, "b")], SLOS, 10.0, memory)
-
-    size = {"a": 2, "b": 8}
-    # 2 x 111 tokens of 2 bytes in 10 s, 111 of 8 bytes.
-    assert normalised_kv(seen(444, 888), size) == pytest.approx({"a": 10.0, "b": 10.0})
-    assert fairness_gap(seen(444, 888), size) == pytest.approx(0.0)
-    assert fairness_gap(seen(444, 0), size) == pytest.approx(2.0)
-    assert fairness_gap(seen(444, 2664), size) == pytest.approx(1.0)
-    assert fairness_gap(seen(0, 0), size) is None
-    assert fairness_gap(Report.of([record(0)], SLOS, 10.0, MEMORY), size) is None
-    assert normalised_kv(Report.of(RECORDS, SLOS, 10.0), size) == {}

@@ -110,18 +110,6 @@ class Memory(RuleBasedStateMachine):
         assert self.pool.reap() == len(done)
         self.leaving = [entry for entry in self.leaving if not entry[2].done()]
 
-    @rule(source=owners, heir=owners, at=places, n=sizes, to=places)
-    def hand_over(self, source: str, heir: str, at: int, n: int, to: int) -> None:
-        gone, come = set(range(at, at + n)), set(range(to, to + n))
-        blocked = set(self.held[heir]) | set(self._left(heir)) | self._aliased(heir)
-        if source == heir or to + n > SPAN or not gone <= set(self.held[source]):
-            return
-        if come & blocked or gone & self._lent(source):
-            return
-        self.ranges[source].hand_to(at, n, self.ranges[heir], to)
-        for i in range(n):
-            self.held[heir][to + i] = self.held[source].pop(at + i)
-
     @rule(owner=owners, at=places, holder=owners, to=places)
     def alias(self, owner: str, at: int, holder: str, to: int) -> None:
         blocked = set(self.held[holder]) | set(self._left(holder)) | self._aliased(holder)

@@ -119,7 +119,6 @@ def test_an_alias_shows_the_lenders_page_until_it_goes(memfd: MemfdVm) -> None:
         lambda: b.alias(1, a.pages(0, 1), "a"),
         lambda: b.unalias(0, 1, "a"),
         lambda: b.alias(2, a.pages(0, 1), "b"),
-        lambda: b.hand_to(1, 1, a, 2),
     ):
         with pytest.raises(BrokenPromise):
             attempt()
@@ -133,29 +132,6 @@ def test_an_alias_shows_the_lenders_page_until_it_goes(memfd: MemfdVm) -> None:
     b.close()
     pool.validate()
     assert pool.free == 4
-
-
-def test_contents_survive_a_hand_over(memfd: MemfdVm) -> None:
-    pool = Pool(memfd, 8)
-    a = BackedRange(pool, memfd, "a", 8 * PAGE)
-    b = BackedRange(pool, memfd, "b", 8 * PAGE)
-    assert a.back(0, 4) is None
-    array_at(a.range.base, (4 * PAGE,), "uint8")[:] = 9
-    a.hand_to(1, 2, b, 5)
-    assert pool.ledger.owners() == {"a": 2, "b": 2}
-    assert (a.os_backed(), b.os_backed()) == (2, 2)
-    assert (array_at(b.range.address(5), (2 * PAGE,), "uint8") == 9).all()
-    assert b.back(0, 1) is None
-    with pytest.raises(BrokenPromise):
-        a.hand_to(0, 1, b, 0)
-    a.validate()
-    b.validate()
-    a.close()
-    assert b.back(1, 4) is None
-    view = array_at(b.range.address(1), (6 * PAGE,), "uint8")
-    view[:] = 3
-    assert (view == 3).all(), "pages leased anew can be written"
-    pool.validate()
 
 
 def test_a_failing_map_undoes_the_lease(memfd: MemfdVm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +152,6 @@ def test_a_failing_map_undoes_the_lease(memfd: MemfdVm, monkeypatch: pytest.Monk
     with pytest.raises(DeviceError):
         a.back_many([(0, 2), (8, 2)])
     assert (a.backed, a.os_backed(), pool.free, pool.ledger.owners()) == (0, 0, 15, {"b": 1})
-    calls.clear()
-    with pytest.raises(DeviceError):
-        b.hand_to(0, 1, a, 3)
-    assert (b.backed, b.os_backed(), a.os_backed(), pool.ledger.owners()) == (1, 1, 0, {"b": 1})
     pool.validate()
     assert a.back_many([(0, 2), (8, 2)]) is None
 
