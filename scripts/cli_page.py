@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import typer.main
@@ -26,6 +28,9 @@ _LEFT_OUT = re.compile(
     r"\*\*Usage\*\*:\n\n|\*\*Commands\*\*:\n\n(\* .*\n)+\n|\* `--help`: .*\n|(?<=  )\[required\]"
 )
 """Headings without a text, lists of commands that have sections, and what usage lines say."""
+_OPTION = re.compile(r"\* `(--[a-z-]+).*")
+SHARED = 2
+"""Commands from which on an option with the same text stands once, at the end of the page."""
 _EMPTY = re.compile(r"\*\*Options\*\*:\n\n(?!\* )")
 
 
@@ -36,8 +41,24 @@ def page() -> str:
         text = get_docs_for_click(obj=command, ctx=context, name="ballast")
     text = "\n".join(f"#{line}" if line.startswith("#") else line for line in text.splitlines())
     text = _EMPTY.sub("", _LEFT_OUT.sub("", f"{text}\n\n"))
-    text = "\n".join(line.rstrip() for line in text.splitlines())
-    return HEAD + re.sub("\n{3,}", "\n\n", text).rstrip() + "\n"
+    lines = [line.rstrip() for line in text.splitlines()]
+    seen = Counter(line for line in lines if _OPTION.fullmatch(line))
+    shared = [line for line, n in seen.items() if n >= SHARED]
+    text = re.sub("\n{3,}", "\n\n", "\n".join(_referred(lines, shared))).rstrip()
+    return f"{HEAD}{text}\n\n## Shared options\n\n" + "\n".join(shared) + "\n"
+
+
+def _referred(lines: Sequence[str], shared: Collection[str]) -> Iterator[str]:
+    """Yield the page's lines, with a reference at the end of a list for all its shared options."""
+    names: list[str] = []
+    for line in (*lines, ""):
+        if line in shared and (found := _OPTION.fullmatch(line)):
+            names.append(f"`{found[1]}`")
+            continue
+        if names and not line.startswith("* "):
+            yield f"* [Shared](#shared-options): {', '.join(names)}"
+            names = []
+        yield line
 
 
 if __name__ == "__main__":
