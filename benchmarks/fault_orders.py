@@ -15,7 +15,7 @@ from ballast.core.fleet import (
     FleetDecision,
     FleetView,
     Migrate,
-    Need,
+    ModelDemand,
     Place,
     Withdraw,
 )
@@ -86,7 +86,7 @@ class FaultOrders(DeviceOrders[D, S]):
     ) -> None:
         chosen(list(self._fleet))
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Sequence[ModelDemand]:
         return ()
 
     def action_done(self, done: ActionDone) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.cluster.placing import Homes, homes_of
-from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.fleet import DeviceCapacity, FleetDecision, FleetView, ModelDemand
 from ballast.core.settings import FleetSettings
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.replica_choice import Replica
@@ -33,7 +33,9 @@ class PlacedAlready(FleetPolicy):
     def replicates(self) -> bool:
         return self.policy.replicates
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return {need.model: list(self.homes[need.model]) for need in needs}
 
     def route(self, replicas: Sequence[Replica]) -> str:

@@ -26,7 +26,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ballast.policy.fleet.kv_pressure import Filling, ModelDemand, greedy, max_pressure, moved
+from ballast.policy.fleet.kv_pressure import DeviceFill, KvDemand, greedy, max_pressure, moved
 from ballast.policy.fleet.optimal_placement import GAP, optimal
 from ballast.policy.fleet.placement_problem import PlacementDevice
 from benchmarks.common import finish, options, verdict
@@ -43,7 +43,7 @@ GOALS = {"small_gap": 0.001, "large_gap": 0.02, "large_seconds_max": 5.0}
 
 @dataclass(frozen=True)
 class Problem:
-    claims: list[ModelDemand]
+    claims: list[KvDemand]
     devices: list[PlacementDevice]
 
 
@@ -52,7 +52,7 @@ def small(seed: int) -> Problem:
     rng = np.random.default_rng([seed, 1])
     n = int(rng.integers(5, 10))
     claims = [
-        ModelDemand(f"m{i}", float(rng.uniform(10, 30)), demand(rng, seed)) for i in range(2 * n)
+        KvDemand(f"m{i}", float(rng.uniform(10, 30)), demand(rng, seed)) for i in range(2 * n)
     ]
     return _placed(claims, n, rng, seed)
 
@@ -60,12 +60,12 @@ def small(seed: int) -> Problem:
 def large(seed: int) -> Problem:
     """32 devices, 58 models; from 31B on a model is spread over 4, from 50B on over 8 devices."""
     rng = np.random.default_rng([seed, 2])
-    claims: list[ModelDemand] = []
+    claims: list[KvDemand] = []
     for n, least, most in SIZES:
         for _ in range(n):
             billions = float(rng.uniform(least, most))
             parts = 8 if billions > 50 else 4 if billions > 30 else 1
-            claims.append(ModelDemand(f"m{len(claims)}", 2 * billions, demand(rng, seed), parts))
+            claims.append(KvDemand(f"m{len(claims)}", 2 * billions, demand(rng, seed), parts))
     return _placed(claims, 32, rng, seed)
 
 
@@ -75,7 +75,7 @@ def demand(rng: np.random.Generator, seed: int) -> float:
     return float(rng.lognormal(5.0, spread) / rng.uniform(0.02, 0.1))
 
 
-def _placed(claims: list[ModelDemand], n: int, rng: np.random.Generator, seed: int) -> Problem:
+def _placed(claims: list[KvDemand], n: int, rng: np.random.Generator, seed: int) -> Problem:
     """Every other problem's models are where the greedy put them for other rates."""
     devices = [PlacementDevice(f"d{i}", MEMORY) for i in range(n)]
     if seed % 2:
@@ -137,14 +137,14 @@ def published(n: int) -> list[Problem]:
         claims = []
         for i in range(2 * len(devices)):
             size, rate, slo = rng.randint(10, 30), rng.randint(1, 10), rng.randint(5, 10)
-            claims.append(ModelDemand(f"m{i:02}", float(size), rate / slo))
+            claims.append(KvDemand(f"m{i:02}", float(size), rate / slo))
         found.append(Problem(claims, devices))
     return found
 
 
 def by_pressure_before(problem: Problem) -> float:
     """The highest KVPR where each model goes to the device with the least before it comes."""
-    held = [Filling(d) for d in problem.devices]
+    held = [DeviceFill(d) for d in problem.devices]
     for c in sorted(problem.claims, key=lambda c: -c.demand):
         fits = [i for i, f in enumerate(held) if f.weights + c.weights < f.device.memory]
         i = min(fits, key=lambda i: held[i].pressure)

@@ -38,7 +38,7 @@ from ballast.bench.cluster_run import ClusterRun, run_cluster
 from ballast.bench.progress import shown
 from ballast.bench.record import RequestRecord
 from ballast.core.entries import Sink
-from ballast.core.fleet import LendPages, Need, Room
+from ballast.core.fleet import DeviceCapacity, LendPages, ModelDemand
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.settings import Slo
@@ -123,7 +123,9 @@ def specs() -> list[ModelSpec]:
 class LendingApart(ElasticLending):
     """Each model on a device of its own, in order; devices lend."""
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return {need.model: [room.device] for need, room in zip(needs, rooms, strict=True)}
 
 
@@ -131,7 +133,9 @@ class LendingApart(ElasticLending):
 class Apart(FixedPlacement):
     """Each model on a device of its own, in order."""
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return {need.model: [room.device] for need, room in zip(needs, rooms, strict=True)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ballast.core.errors import DISTRIBUTION, ConfigError, install_extra
-from ballast.policy.fleet.kv_pressure import ModelDemand
+from ballast.policy.fleet.kv_pressure import KvDemand
 from ballast.policy.fleet.optimal_placement import optimal
 from ballast.policy.fleet.placement_problem import PlacementDevice
 from tests.test_docs_site import ROOT
@@ -95,7 +95,7 @@ def test_the_optimal_placement_says_what_it_lacks(monkeypatch: pytest.MonkeyPatc
     for name in [n for n in sys.modules if n.split(".")[0] == "ortools"] + ["ortools"]:
         monkeypatch.setitem(sys.modules, name, None)
     devices = [PlacementDevice("g0", 100), PlacementDevice("g1", 100)]
-    demands = [ModelDemand(n, 10, 1.0, devices=("g0",)) for n in "ab"]
+    demands = [KvDemand(n, 10, 1.0, devices=("g0",)) for n in "ab"]
     with pytest.raises(ConfigError, match=r"pip install 'ballast-serve\[placement\]'"):
         optimal(demands, devices)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ballast.bench import kept_measurement
 from ballast.bench.demo_questions import ModelAnswer, ask, said, waits_table
-from ballast.bench.demo_result import Compared, agreement, result_table
+from ballast.bench.demo_result import PresetResult, agreement, result_table
 from ballast.bench.demo_terms import DemoTerms, choose_terms, simulated
 from ballast.bench.machine_load import OtherLoad, disturbance
 from ballast.bench.plot import plot
@@ -85,7 +85,7 @@ def run_demo(
             with _timed(parts, f"{preset}, live"):
                 chosen = terms.of(load(compared), preset)
                 live[preset], answers[preset] = _live(compared, chosen, terms, prompts, progress)
-    results = [Compared(live[p], virtual[p]) for p in PRESETS]
+    results = [PresetResult(live[p], virtual[p]) for p in PRESETS]
     png.parent.mkdir(parents=True, exist_ok=True)
     plot([r.live for r in results], png)
     for line in said(answers[PRESETS[-1]]):
@@ -118,7 +118,7 @@ def _measured(
 
 
 def _show_results(
-    results: Sequence[Compared], parts: Mapping[str, float], next_step: str, console: Console
+    results: Sequence[PresetResult], parts: Mapping[str, float], next_step: str, console: Console
 ) -> None:
     """Print the comparison, how long its `parts` took, and who won."""
     console.print(result_table(results))

@@ -13,7 +13,7 @@ from ballast.bench.verdict import listed
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PresetResult:
     """One preset."""
 
     live: Report
@@ -29,7 +29,7 @@ class Compared:
         return 100 * (self.live.total.attainment - self.virtual.total.attainment)
 
 
-def result_table(results: Sequence[Compared]) -> Table:
+def result_table(results: Sequence[PresetResult]) -> Table:
     """A row per preset; fits 80 columns."""
     table = Table(title="requests within their service levels")
     table.add_column("preset")
@@ -52,7 +52,7 @@ def result_table(results: Sequence[Compared]) -> Table:
     return table
 
 
-def agreement(results: Sequence[Compared]) -> str:
+def agreement(results: Sequence[PresetResult]) -> str:
     """One sentence: by how much live and virtual differ, and which pairs they rank otherwise."""
     worst = max(results, key=lambda r: abs(r.difference))
     shares = listed([f"{r.preset} {_whole(r.virtual)}" for r in results])

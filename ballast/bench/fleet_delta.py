@@ -37,7 +37,7 @@ from ballast.weights.meta_module import build_module
 from ballast.weights.packed_delta import GROUP, KIND, PREFIX
 from ballast.weights.source_files import ADAPTER_CONFIG, ADAPTER_TENSORS
 from ballast.weights.stored import find_tensors
-from ballast.weights.stored_tensor import Stored
+from ballast.weights.stored_tensor import StoredTensor
 from ballast.weights.tokenizer_files import FILES
 
 TOLERANCE = 2.0**-8
@@ -193,7 +193,7 @@ def delta_divergence(base: Path, tune: Path, delta: Path) -> tuple[Divergence, D
         whole.close()
 
 
-def _pairs(base: Path, tune: Path, *, tied: bool) -> dict[str, tuple[Stored, Stored]]:
+def _pairs(base: Path, tune: Path, *, tied: bool) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Return the tensors of both, by name. Raises UnsupportedModel if they are not the same."""
     before, after = find_tensors(base), find_tensors(tune)
     if tied:

@@ -32,7 +32,7 @@ MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanResult:
     """How many devices one preset needs."""
 
     preset: str
@@ -166,7 +166,7 @@ def plan_preset(
     *,
     most: int = MOST_DEVICES,
     progress: Progress = lambda what, sent: None,
-) -> Planned:
+) -> PlanResult:
     """The fewest devices of a kind with which a share of requests is in its service level.
 
     One draw of the workload after the other, all of `draws` or until their interval has settled
@@ -181,7 +181,7 @@ def plan_preset(
     most = most if chosen.fleet.replicates else min(most, len(question.specs))
     search = _Search(question, draws, most, progress)
     answer = search.fewest_for_all()
-    plan = Planned(
+    plan = PlanResult(
         question.preset,
         chosen.placement,
         tuple(search.found),

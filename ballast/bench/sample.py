@@ -18,7 +18,7 @@ such a request, which may be dropped at any time. They add up to the budget."""
 _USE_OF_KIND = {"arena": "activations", "shared": "weights", "slots": "weights"}
 
 
-class Reported(Protocol):
+class ReportedDevice(Protocol):
     """Fields that a `DeviceReport` and the server's `DeviceNow` have in common."""
 
     @property
@@ -45,7 +45,7 @@ class DeviceSample:
     running: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, report: Reported) -> DeviceSample:
+    def of(cls, report: ReportedDevice) -> DeviceSample:
         """Read a report, whose numbers may be of slightly different moments."""
         pages = {**report.owners, "reclaiming": report.reclaiming, "free": report.free}
         for m in report.models:

@@ -28,7 +28,7 @@ from ballast.fleet.gguf_entry import gguf_directory
 from ballast.fleet.make import MadeFleet, MadeModel, Progress, check_directory, make_fleet
 from ballast.fleet.smollm2 import ALIAS, MISSING, NAME, TITLE, find
 from ballast.fleet.text import Message, conversations, explanations, stories
-from ballast.fleet.train import Trained
+from ballast.fleet.train import TrainingLoss
 from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.config import CONFIG, config_of, read_config
 from ballast.weights.gguf_tensors import TENSORS
@@ -233,7 +233,7 @@ def _tune(
     pieces: Iterator[tuple[Tensor, Tensor]],
     steps: int,
     progress: Progress | None,
-) -> Trained:
+) -> TrainingLoss:
     """Train the updates anew, for `steps` steps."""
     for layer in learning:
         layer.restart()
@@ -255,7 +255,7 @@ def _tune(
         optimizer.zero_grad(set_to_none=True)
         if progress is not None:
             progress(name, i + 1, steps, losses[-1])
-    return Trained(steps, losses[0], losses[-1])
+    return TrainingLoss(steps, losses[0], losses[-1])
 
 
 def _save(model: Any, source: Path, path: Path) -> int:
@@ -281,7 +281,7 @@ def _save(model: Any, source: Path, path: Path) -> int:
 
 
 def _described(
-    name: str, path: Path, n_bytes: int, model: Any, made: str, training: Trained | None
+    name: str, path: Path, n_bytes: int, model: Any, made: str, training: TrainingLoss | None
 ) -> MadeModel:
     config = model.config
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ballast.bench.cluster_run import ClusterRun
-from ballast.bench.planning import Planned
+from ballast.bench.planning import PlanResult
 from ballast.bench.report import LatencyStats, Report, RequestStats
 from ballast.core.model import ModelSpec, weight_bytes
 from ballast.core.units import format_bytes
@@ -128,7 +128,7 @@ def sizes_text(specs: Sequence[ModelSpec], run: ClusterRun) -> str:
     return parts
 
 
-def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
+def plans_table(plans: Sequence[PlanResult], target: float, each: bool) -> Table:
     """A row per preset: the fewest devices, how sure that is, what these and one fewer attain."""
     of = "of every model's requests" if each else "of all requests"
     table = Table(title=f"fewest devices for {percent(target)} {of} in SLO")
@@ -161,7 +161,7 @@ def plans_table(plans: Sequence[Planned], target: float, each: bool) -> Table:
     return table
 
 
-def _sure_of(plan: Planned) -> Iterator[str]:
+def _sure_of(plan: PlanResult) -> Iterator[str]:
     """Notes on the certainty of a plan's numbers."""
     sure, n = plan.sure, len(plan.draws)
     if sure is None:

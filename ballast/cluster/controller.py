@@ -35,7 +35,7 @@ from ballast.core.settings import FleetSettings, ServerSettings
 log = logging.getLogger(__name__)
 
 
-class Forgetting(Protocol):
+class SegmentKeeper(Protocol):
     """What keeps segments of models; `SegmentBroker` is one, `HostedWorkers` another."""
 
     def forget(self, model: str) -> None: ...
@@ -44,7 +44,7 @@ class Forgetting(Protocol):
 class _Leaving(DeviceObserver[RemoteDevice]):
     """Has the broker keep models no longer that have left the fleet."""
 
-    def __init__(self, devices: DeviceSet, broker: Forgetting | None) -> None:
+    def __init__(self, devices: DeviceSet, broker: SegmentKeeper | None) -> None:
         self._devices, self._broker = devices, broker
 
     def command_done(self, device: RemoteDevice, command: Command) -> None:
@@ -79,7 +79,7 @@ class Controller:
     def __init__(
         self,
         workers: WorkerSource,
-        broker: Forgetting | None = None,
+        broker: SegmentKeeper | None = None,
         kv_broker: KvBroker | None = None,
     ) -> None:
         """`workers`: of the devices; `broker`: keeps the segments of models that have been loaded,

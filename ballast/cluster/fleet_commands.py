@@ -23,7 +23,7 @@ from ballast.control.order_events import ActionDone
 from ballast.control.request_migrations import RequestMigrations
 from ballast.control.request_router import RequestRouter
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.core.fleet_orders import LendPages, RecallPages
 from ballast.core.fleet_state import CommandOutcome
 from ballast.core.model import ModelSpec
@@ -47,7 +47,10 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         super().__init__(devices, router, migrations, leases, LoopTimers())
         self._set = devices
         self._choosing: set[asyncio.Task[None]] = set()
-        self._needs: tuple[FleetSettings | None, dict[str, tuple[ModelSpec, Need]]] = None, {}
+        self._needs: tuple[FleetSettings | None, dict[str, tuple[ModelSpec, ModelDemand]]] = (
+            None,
+            {},
+        )
         """Settings, and by model its specification and what it needs, computed from these."""
 
     async def execute(self, order: Order, device: str | None = None) -> CommandOutcome:
@@ -110,14 +113,14 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         self._choosing.add(task)
         task.add_done_callback(self._choosing.discard)
 
-    def rooms(self) -> list[Room]:
+    def rooms(self) -> list[DeviceCapacity]:
         return [replace(room, host=self._set[room.device].host) for room in super().rooms()]
 
     def network(self) -> float:
         hosts = self._set.fleet.hosts
         return inf if hosts is None or hosts.network is None else hosts.network
 
-    def needs(self) -> list[Need]:
+    def needs(self) -> list[ModelDemand]:
         fleet = self._set.fleet
         if fleet is not self._needs[0]:
             self._needs = fleet, {}
@@ -126,7 +129,7 @@ class FleetCommands(DeviceOrders[RemoteDevice, OutputStream]):
         models = specs if self._set.fleet_policy.lends else self._set.placements()
         return [self._need(specs[model], fleet) for model in models]
 
-    def _need(self, spec: ModelSpec, fleet: FleetSettings) -> Need:
+    def _need(self, spec: ModelSpec, fleet: FleetSettings) -> ModelDemand:
         _, needs = self._needs
         found = needs.get(spec.name)
         if found is None or found[0] is not spec:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ballast.core.errors import CheckpointError, ConfigError
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.core.model import ModelSpec, weight_pages
 from ballast.core.settings import DeviceSettings, FleetSettings, ModelSettings, Role
 from ballast.core.units import ceil_div, format_bytes
@@ -76,9 +76,9 @@ def placed(
                 f"device {format_bytes(largest)}"
             )
             raise ConfigError("devices", list(devices), allowed)
-    needs = [Need(m.name, 0, sizes[m.name]) for m in models]
+    needs = [ModelDemand(m.name, 0, sizes[m.name]) for m in models]
     rooms = [
-        Room(name, max(device.page_bytes, device.budget_bytes - taken[name]))
+        DeviceCapacity(name, max(device.page_bytes, device.budget_bytes - taken[name]))
         for name, (device, _) in devices.items()
     ]
     roles = {name: device.role for name, (device, _) in devices.items()}
@@ -86,7 +86,10 @@ def placed(
 
 
 def placed_by_role(
-    policy: FleetPolicy, needs: Sequence[Need], rooms: Sequence[Room], roles: Mapping[str, Role]
+    policy: FleetPolicy,
+    needs: Sequence[ModelDemand],
+    rooms: Sequence[DeviceCapacity],
+    roles: Mapping[str, Role],
 ) -> dict[str, list[str]]:
     """Have the policy choose devices of both roles for each model: some that prefill and some that
     decode, which may be the same. `roles`: by device. Raises ConfigError."""
@@ -106,12 +109,12 @@ def need_of(
     work: Mapping[str, float],
     peak: Mapping[str, float] | None = None,
     in_place: bool = False,
-) -> Need:
+) -> ModelDemand:
     """Return the memory that a model needs of a device: weights (not if they are read `in_place`),
     activations, and KV for one request of `step_tokens`, or as much as is guaranteed to it, which
     counts with its weights; the maximum over `devices`.
 
-    `work`, `peak`: as in `Need`; `peak=None`: only the mean is known.
+    `work`, `peak`: as in `ModelDemand`; `peak=None`: only the mean is known.
     """
     most = weights = 0
     for served in devices:
@@ -122,7 +125,7 @@ def need_of(
         arena = set_aside([spec], served)
         here = 0 if in_place else weight_pages([spec], page) * page
         most = max(most, here + kv + arena + page)
-    return Need(
+    return ModelDemand(
         spec.name,
         most,
         weights,

@@ -19,7 +19,7 @@ from ballast.control.request_router import RequestRouter, S
 from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import Lend, Recall
-from ballast.core.fleet import LeaseView, Need, Room
+from ballast.core.fleet import DeviceCapacity, LeaseView, ModelDemand
 from ballast.core.fleet_state import CommandOutcome
 from ballast.core.order import MoveRequests
 
@@ -91,10 +91,10 @@ class DeviceOrders(OrderDriver[D], DeviceObserver[D], Generic[D, S]):
     # -- `FleetBook` ------------------------------------------------------------------------------
 
     @abstractmethod
-    def needs(self) -> Sequence[Need]: ...
+    def needs(self) -> Sequence[ModelDemand]: ...
 
-    def rooms(self) -> Sequence[Room]:
-        return [Room(d.name, d.fleet.device.budget_bytes) for d in self._devices.values()]
+    def rooms(self) -> Sequence[DeviceCapacity]:
+        return [DeviceCapacity(d.name, d.fleet.device.budget_bytes) for d in self._devices.values()]
 
     def network(self) -> float:
         return inf

@@ -19,7 +19,7 @@ AHEAD = 8
 at once when one ends, and few, since a new request of another key waits for all of them."""
 
 
-class Keyed(Protocol):
+class KeyedRequest(Protocol):
     """A request and its API key; `control.open_request.OpenRequest` is one."""
 
     @property
@@ -37,10 +37,10 @@ class Keyed(Protocol):
         """Whether it is paused because its client does not read."""
 
 
-R = TypeVar("R", bound=Keyed)
+R = TypeVar("R", bound=KeyedRequest)
 
 
-def counted(requests: Iterable[Keyed], most_running: int) -> Counter[str]:
+def counted(requests: Iterable[KeyedRequest], most_running: int) -> Counter[str]:
     """Count, by key, the requests of one model that count against the key's share of the worker.
 
     The first `most_running` paused requests of a key do not count. Further ones do: they could all

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ballast.core.fleet import DeviceLoad, FleetView, Hosting, LeaseView, Need, Room
+from ballast.core.fleet import (
+    DeviceCapacity,
+    DeviceLoad,
+    FleetView,
+    LeaseView,
+    ModelDemand,
+    ModelLoad,
+)
 from ballast.core.order import Fleet
 from ballast.core.report import DeviceReport, ModelReport
 
@@ -13,13 +20,13 @@ from ballast.core.report import DeviceReport, ModelReport
 class FleetBook(Protocol):
     """What fleet policies see that is not in the devices' records."""
 
-    def rooms(self) -> Sequence[Room]:
+    def rooms(self) -> Sequence[DeviceCapacity]:
         """Return the devices with their budgets and hosts."""
 
     def network(self) -> float:
         """Return the bytes per second at which a host receives weights."""
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Sequence[ModelDemand]:
         """Return the memory that models need of a device."""
 
     def leases(self) -> Sequence[LeaseView]:
@@ -76,7 +83,7 @@ class FleetViews:
         device: str,
         placements: Mapping[str, Collection[str]],
         seconds: float,
-    ) -> Iterable[Hosting]:
+    ) -> Iterable[ModelLoad]:
         seen, page_bytes = self._seen.setdefault(device, {}), report.page_bytes
         for m in report.models:
             before = seen.get(m.name)
@@ -87,7 +94,7 @@ class FleetViews:
                 missed = max(missed - before.missed_blocks, 0)
             homes = placements.get(m.name, ())
             homed = device in homes
-            yield Hosting(
+            yield ModelLoad(
                 m.name,
                 lane_seconds / seconds,
                 m.waiting + m.running + m.paused,

@@ -21,7 +21,7 @@ from ballast.core.price_curve import PriceCurve
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ModelDemand:
     """Memory and compute that a model needs of a device that serves it."""
 
     model: str
@@ -48,7 +48,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceCapacity:
     """A device that may serve models, with its `bytes` of budget."""
 
     device: str
@@ -62,7 +62,7 @@ class Room:
 _NO_TRAFFIC = Traffic()
 
 
-class Hosting(NamedTuple):
+class ModelLoad(NamedTuple):
     """Load of a model on a device since the previous view."""
 
     model: str
@@ -104,8 +104,8 @@ class Hosting(NamedTuple):
 class DeviceLoad:
     """Load of a device: the models that it serves."""
 
-    room: Room
-    hosting: tuple[Hosting, ...]
+    room: DeviceCapacity
+    hosting: tuple[ModelLoad, ...]
     page_bytes: int = 1
     total: int = 0
     """Pages of its pool."""
@@ -163,7 +163,7 @@ class FleetView:
 
     now: float
     devices: tuple[DeviceLoad, ...]
-    needs: tuple[Need, ...]
+    needs: tuple[ModelDemand, ...]
     """Needs of the models, in the fleet's order."""
     leases: tuple[LeaseView, ...] = ()
     """All that is lent, by lender and borrower."""
@@ -173,7 +173,7 @@ class FleetView:
     network: float = inf
     """Bytes per second at which a host receives weights that it does not have."""
 
-    def seconds_to_host(self, need: Need, device: DeviceLoad) -> float:
+    def seconds_to_host(self, need: ModelDemand, device: DeviceLoad) -> float:
         """Return how long a model's weights take to the host of `device`; 0 where they are there,
         as one of its devices serves the model."""
         there = (d for d in self.devices if d.room.host == device.room.host)

@@ -69,7 +69,7 @@ def bar(parts: Sequence[tuple[int, str]], total: int, width: int) -> list[tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class FormattedDecision:
     """A policy decision, formatted, with the number of consecutive decisions like it."""
 
     time: float
@@ -81,14 +81,14 @@ class Decided:
     times: int = 1
 
 
-def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[Decided]:
+def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[FormattedDecision]:
     """Format the last `most` decisions, newest first, merging consecutive ones that are alike."""
-    shown: list[Decided] = []
+    shown: list[FormattedDecision] = []
     for decision in reversed(list(decisions)):
         one = _decided(decision)
         if shown and _alike(shown[-1], one):
             last = shown[-1]
-            shown[-1] = Decided(
+            shown[-1] = FormattedDecision(
                 last.time, last.verb, last.model, last.detail, last.refused, last.times + 1
             )
         elif len(shown) == most:
@@ -98,7 +98,7 @@ def decided(decisions: Iterable[Mapping[str, Any]], most: int) -> list[Decided]:
     return shown
 
 
-def _alike(a: Decided, b: Decided) -> bool:
+def _alike(a: FormattedDecision, b: FormattedDecision) -> bool:
     return (a.verb, a.model, bool(a.refused)) == (b.verb, b.model, bool(b.refused))
 
 
@@ -121,7 +121,7 @@ def _residency(plan: Mapping[str, Any]) -> list[str]:
     return details
 
 
-def _decided(decision: Mapping[str, Any]) -> Decided:
+def _decided(decision: Mapping[str, Any]) -> FormattedDecision:
     verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(decision.get("action", "?"))).lower()
     if decision.get("held") is False:
         verb = "release"
@@ -142,7 +142,7 @@ def _decided(decision: Mapping[str, Any]) -> Decided:
     operator = "by an operator"
     if decision.get("by") == "operator" and operator not in details:  # others have a reason
         details.append(operator)
-    return Decided(
+    return FormattedDecision(
         time=float(decision.get("time", 0.0)),
         verb=verb,
         model=str(decision.get("model", decision.get("to", ""))),

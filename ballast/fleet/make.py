@@ -25,7 +25,7 @@ from ballast.core.units import MiB, ceil_div, format_bytes, parse_bytes
 from ballast.fleet.model_recipes import SCALES, Diet, ModelRecipe, Scale, plans
 from ballast.fleet.text import conversations, documents, stories
 from ballast.fleet.tokenizer import END, chat_text, train_tokenizer
-from ballast.fleet.train import Trained, batches, train
+from ballast.fleet.train import TrainingLoss, batches, train
 
 DEFAULT_STEPS = 40
 FULL_REQUESTS = 8
@@ -52,7 +52,7 @@ class MadeModel:
     kv_bytes_per_token: int
     made: str
     """`trained`, `tuned from NAME` or `random`."""
-    training: Trained | None
+    training: TrainingLoss | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def _train(
     seed: int,
     steps: int,
     progress: Progress | None,
-) -> Trained:
+) -> TrainingLoss:
     assert plan.diet is not None
     own = plan.own_steps(steps)
     learnt = [doc for i, doc in enumerate(docs) if i % _HELD_OUT]
@@ -229,7 +229,7 @@ def _save(model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def _describe(
-    plan: ModelRecipe, scale: Scale, path: Path, model: Any, training: Trained | None
+    plan: ModelRecipe, scale: Scale, path: Path, model: Any, training: TrainingLoss | None
 ) -> MadeModel:
     segments: dict[str, int] = {}
     for name, parameter in model.named_parameters():

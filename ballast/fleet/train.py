@@ -22,7 +22,7 @@ BATCH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingLoss:
     """Loss before and after a run, in nats per token, on held-out text."""
 
     steps: int
@@ -50,7 +50,7 @@ def train(
     steps: int,
     *,
     progress: Callable[[int, float], None] | None = None,
-) -> Trained:
+) -> TrainingLoss:
     """Train `model` (float32) in place for `steps` >= 1 batches of `stream`.
 
     Muon for the layers' matrices, AdamW for embeddings and norms: with a few hundred thousand
@@ -77,7 +77,7 @@ def train(
             optimizer.zero_grad(set_to_none=True)
         if progress is not None:
             progress(step + 1, float(loss.detach()))
-    return Trained(steps, before, _measure(model, held_out))
+    return TrainingLoss(steps, before, _measure(model, held_out))
 
 
 def _measure(model: nn.Module, held_out: Tensor) -> float:

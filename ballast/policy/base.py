@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ballast.core.actions import Action, Decision
 from ballast.core.compute import ComputeDecision, ComputeView
-from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.fleet import DeviceCapacity, FleetDecision, FleetView, ModelDemand
 from ballast.core.price_curve import PriceCurve
 from ballast.core.view import DeviceView
 from ballast.policy.fleet.initial_placement import spread
@@ -174,7 +174,9 @@ class FleetPolicy(Policy, ABC):
         """Whether a model may get several devices, at the start or later."""
         return self.moves
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         """Return the devices of each model at the start. Raises ConfigError for a model that no
         device can serve."""
         return spread(needs, rooms)

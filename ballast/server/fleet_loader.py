@@ -17,7 +17,7 @@ from ballast.cluster.logs import write_line
 from ballast.cluster.placing import Homes, approximate_bytes, homes_of
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.settings import FleetSettings
-from ballast.server.model_loads import ModelLoad
+from ballast.server.model_loads import PendingLoad
 from ballast.server.service import Service
 from ballast.server.text.template_check import check_tokenizer
 from ballast.server.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ class FleetLoader:
             # Its tokenizer is read while the device loads the next model.
             tasks.create_task(self._serve(load))
 
-    async def _load(self, device: RemoteDevice, load: ModelLoad) -> None:
+    async def _load(self, device: RemoteDevice, load: PendingLoad) -> None:
         """Load a model on a device; `RemoteDevice.failed` has the reason if that fails."""
         refused = deaths = 0
         while True:
@@ -121,7 +121,7 @@ class FleetLoader:
         while device.down is not None and device.lost is None:
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _serve(self, load: ModelLoad) -> None:
+    async def _serve(self, load: PendingLoad) -> None:
         """Serve a model that a device has loaded; list why, if it cannot be served."""
         devices, model = self._controller.devices, load.settings
         names = [model.name, *(a.name for a in model.adapters)]

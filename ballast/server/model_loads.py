@@ -37,7 +37,7 @@ class LoadStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(slots=True, eq=False)
-class ModelLoad:
+class PendingLoad:
     """One model that is waited for."""
 
     settings: ModelSettings
@@ -75,7 +75,7 @@ class ModelLoads:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._loads: dict[str, ModelLoad] = {}
+        self._loads: dict[str, PendingLoad] = {}
         self._names: dict[str, str] = {}
         """Own name of each model, by all names of it and of its adapters."""
         self._requests = itertools.count()
@@ -88,7 +88,7 @@ class ModelLoads:
     def queue(self, fleet: FleetSettings, sizes: Mapping[str, int]) -> None:
         """Expect all models of a fleet; `sizes`: bytes of their weights."""
         for place, model in enumerate(fleet.models):
-            load = ModelLoad(model, sizes.get(model.name, 0), place)
+            load = PendingLoad(model, sizes.get(model.name, 0), place)
             self._loads[model.name] = load
             self._names |= dict.fromkeys(model.names, model.name)
             self._total += load.cost
@@ -103,22 +103,22 @@ class ModelLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def __iter__(self) -> Iterator[ModelLoad]:
+    def __iter__(self) -> Iterator[PendingLoad]:
         """Iterate over the models in the order in which they are to be loaded."""
         return iter(sorted(self._loads.values(), key=lambda load: load.order))
 
-    def find(self, name: str) -> ModelLoad | None:
+    def find(self, name: str) -> PendingLoad | None:
         """Return the load of a model by any name of it or of its adapters; None: it has ended, or
         there is no such model."""
         return self._loads.get(self._names.get(name, ""))
 
     # -- loading ----------------------------------------------------------------------------------
 
-    def next(self, device: str) -> ModelLoad | None:
+    def next(self, device: str) -> PendingLoad | None:
         """Return the model that a device is to load next; None: it has loaded all of them."""
         return next((load for load in self if device in load.homes), None)
 
-    def begin(self, load: ModelLoad, device: str) -> None:
+    def begin(self, load: PendingLoad, device: str) -> None:
         """Note that a device loads a model now."""
         load.homes.discard(device)
         load.loading.add(device)
@@ -138,12 +138,12 @@ class ModelLoads:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def want(self, load: ModelLoad) -> None:
+    def want(self, load: PendingLoad) -> None:
         """Have a model loaded before those that nobody has asked for."""
         if load.asked is None:
             load.asked = next(self._requests)
 
-    async def wait(self, load: ModelLoad, seconds: float | None = None) -> bool:
+    async def wait(self, load: PendingLoad, seconds: float | None = None) -> bool:
         """Wait until a model serves or has failed, at most for so many seconds; returns whether it
         does or has. Meanwhile it is loaded before those that nobody waits for."""
         self.want(load)
@@ -166,7 +166,7 @@ class ModelLoads:
 
     # -- progress ---------------------------------------------------------------------------------
 
-    def now(self, load: ModelLoad) -> LoadStatus:
+    def now(self, load: PendingLoad) -> LoadStatus:
         """Describe a load."""
         began = load.began
         return LoadStatus(
@@ -177,7 +177,7 @@ class ModelLoads:
             self._left(load),
         )
 
-    def described(self, load: ModelLoad) -> str:
+    def described(self, load: PendingLoad) -> str:
         """Describe a load in a few words: ``loading atlas (33.0MiB), 2 s left``."""
         now = self.now(load)
         left = "" if now.left is None else f", {now.left:.0f} s left"
@@ -198,7 +198,7 @@ class ModelLoads:
             + ("" if left is None else f", {left:.0f} s left")
         )
 
-    def _left(self, load: ModelLoad) -> float | None:
+    def _left(self, load: PendingLoad) -> float | None:
         """Estimate the seconds until a model serves, by the time that the others took."""
         later = self._paces[1:]  # the first one has waited for kernels to be compiled
         if not later:

@@ -33,7 +33,7 @@ VARIABLE = "BALLAST_HANDED"
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-class Handed(msgspec.Struct):
+class RestartHandover(msgspec.Struct):
     """What a server hands to the one that takes its place."""
 
     code: str
@@ -51,7 +51,7 @@ def code_digest() -> str:
     return hashlib.sha256(repr((sorted(files), versions, sys.version)).encode()).hexdigest()
 
 
-def received(code: str) -> Handed | None:
+def received(code: str) -> RestartHandover | None:
     """Take over what the server before this one left in this process; None: there was none. Without
     weights if its code was another."""
     named = os.environ.pop(VARIABLE, "")
@@ -62,7 +62,7 @@ def received(code: str) -> Handed | None:
         with open(int(named), "rb") as file:
             if not is_sealed(file.fileno()):
                 raise ValueError("it is not sealed")
-            handed = msgspec.msgpack.decode(file.read(), type=Handed)
+            handed = msgspec.msgpack.decode(file.read(), type=RestartHandover)
         for fd in (handed.listener, *handed.weights.descriptors):
             os.set_inheritable(fd, False)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -75,7 +75,7 @@ def received(code: str) -> Handed | None:
     return handed
 
 
-def start_again(handed: Handed) -> NoReturn:
+def start_again(handed: RestartHandover) -> NoReturn:
     """Replace this process's program by the same command, which takes over what is handed."""
     table = os.memfd_create("ballast handed", os.MFD_ALLOW_SEALING)
     os.write(table, msgspec.msgpack.encode(handed))
@@ -91,7 +91,7 @@ def start_again(handed: Handed) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def listener_of(handed: Handed | None, host: str, port: int) -> socket.socket | None:
+def listener_of(handed: RestartHandover | None, host: str, port: int) -> socket.socket | None:
     """Return the socket that the server before this one listened on, if it is at this address;
     `port` 0: any. None: there is none."""
     if handed is None:

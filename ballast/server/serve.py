@@ -40,7 +40,7 @@ from ballast.server.http.origins import check_origins
 from ballast.server.http.watchdog import Watchdog
 from ballast.server.observe.tracing import Tracing, tracing
 from ballast.server.operator_signals import OperatorSignals
-from ballast.server.restart import Handed, code_digest, listener_of, received, start_again
+from ballast.server.restart import RestartHandover, code_digest, listener_of, received, start_again
 from ballast.server.without_torch import forgo_torch
 
 if TYPE_CHECKING:  # their imports take as long as a worker's, beside which they run (`_serve`)
@@ -133,7 +133,7 @@ def serve(
         )
         if operator.listener is not None:
             watchdog.stop()
-            start_again(Handed(code, operator.listener.detach(), left))
+            start_again(RestartHandover(code, operator.listener.detach(), left))
     return 0
 
 
@@ -198,7 +198,7 @@ async def _serve(
     return broker.handed()
 
 
-def _take_process() -> tuple[Handed | None, str]:
+def _take_process() -> tuple[RestartHandover | None, str]:
     """Make this process the server's own; returns what the server before it in this process has
     handed over, and the digest of the code."""
     note_hangup()

@@ -11,7 +11,7 @@ from ballast.cluster.controller import Controller
 from ballast.core.errors import Unavailable, UnknownModel
 from ballast.core.model import ModelSpec
 from ballast.server.http.request_context import ANYONE, Caller
-from ballast.server.model_loads import ModelLoad, ModelLoads
+from ballast.server.model_loads import ModelLoads, PendingLoad
 from ballast.server.text.tokenizer import Tokenizer
 
 _LONGEST_NAME = 200
@@ -44,12 +44,12 @@ class ServedModels:
         """Whether clients can ask for a model or an adapter by its own name."""
         return name in self._tokenizers
 
-    def awaited(self, name: str, caller: Caller) -> ModelLoad | None:
+    def awaited(self, name: str, caller: Caller) -> PendingLoad | None:
         """Return the load of a model that is not served yet and that `caller` may use, by any name;
         None: there is none to wait for."""
         return self._loads.find(name) if self._may_use(caller, self.own_name(name)) else None
 
-    def awaited_names(self, caller: Caller = ANYONE) -> dict[str, ModelLoad]:
+    def awaited_names(self, caller: Caller = ANYONE) -> dict[str, PendingLoad]:
         """Return the models and adapters that are not served yet and that `caller` may use, by own
         name, in the fleet's order."""
         entries = self._controller.devices.fleet.entries

@@ -17,7 +17,7 @@ from ballast.core.cost import StepCosts, Traffic
 from ballast.core.entries import Sink
 from ballast.core.errors import ConfigError
 from ballast.core.event import Output
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.core.link import LinkRates
 from ballast.core.model import ModelSpec
 from ballast.core.request import Submission
@@ -267,7 +267,7 @@ def _rooms_and_needs(
     preset: Preset,
     traffic: Mapping[str, Traffic] | None,
     busiest: Mapping[str, Traffic] | None,
-) -> tuple[list[Room], list[Need]]:
+) -> tuple[list[DeviceCapacity], list[ModelDemand]]:
     """Return the inputs of fleet policies: the room of each device, the needs of each model."""
     # Not by name: measured profiles may have the same name and not be equally fast.
     kinds = list({id(site.kind): site.kind for site in sites.values()}.values())
@@ -275,7 +275,9 @@ def _rooms_and_needs(
     hosts = dict.fromkeys(id(site.place.host) for site in sites.values())
     named = {host: str(i) for i, host in enumerate(hosts)}
     rooms = [
-        Room(name, site.settings.budget_bytes, numbers[id(site.kind)], named[id(site.place.host)])
+        DeviceCapacity(
+            name, site.settings.budget_bytes, numbers[id(site.kind)], named[id(site.place.host)]
+        )
         for name, site in sites.items()
     ]
     by_number = {numbers[id(kind)]: kind for kind in kinds}
@@ -297,8 +299,8 @@ def _rooms_and_needs(
 
 def _homes(
     policy: FleetPolicy,
-    rooms: Sequence[Room],
-    needs: Sequence[Need],
+    rooms: Sequence[DeviceCapacity],
+    needs: Sequence[ModelDemand],
     sites: Mapping[str, _Site],
     files: ClusterFiles,
 ) -> dict[str, list[str]]:

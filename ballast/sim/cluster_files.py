@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.fleet import DeviceCapacity, FleetDecision, FleetView, ModelDemand
 from ballast.core.link import LinkRates
 from ballast.core.settings import FleetSettings
 from ballast.core.units import format_bytes
@@ -145,7 +145,9 @@ class GivenHomes(FleetPolicy):
     def replicates(self) -> bool:
         return any(len(devices) > 1 for devices in self.homes.values())
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         """Return, by model, the names of its devices, each once.
 
         Raises ConfigError for a model that is missing or unknown, an unknown device, or a device

@@ -21,7 +21,7 @@ from ballast.control.order_events import ActionDone, OrdersEvent, StepAnsweredEv
 from ballast.control.orders import POLL_SECONDS
 from ballast.core.actions import Lend, Recall
 from ballast.core.event import ArrivalEvent
-from ballast.core.fleet import LeaseView, Need, Room
+from ballast.core.fleet import DeviceCapacity, LeaseView, ModelDemand
 from ballast.core.fleet_state import CommandOutcome, FleetState
 from ballast.core.model import ModelSpec
 from ballast.core.order import MoveRequests, Order
@@ -52,9 +52,9 @@ class FleetStart:
     order."""
 
     homes: Mapping[str, Sequence[str]]
-    needs: Sequence[Need] = ()
+    needs: Sequence[ModelDemand] = ()
     """Memory that models need of a device."""
-    rooms: Sequence[Room] = ()
+    rooms: Sequence[DeviceCapacity] = ()
     """Budgets of the devices, and their hosts."""
     policy: FleetPolicy = field(default_factory=FixedPlacement)
     orders: Sequence[TimedOrder] = ()
@@ -246,13 +246,13 @@ class SimController(OrderDriver[SimFleetDevice]):
     def action_done(self, done: ActionDone) -> None:
         self._on_move(done.decided_at, done.action, done.refused)
 
-    def rooms(self) -> Sequence[Room]:
+    def rooms(self) -> Sequence[DeviceCapacity]:
         return self._start.rooms
 
     def network(self) -> float:
         return self._start.network
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Sequence[ModelDemand]:
         return self._start.needs
 
     def leases(self) -> Sequence[LeaseView]:

@@ -19,7 +19,7 @@ from ballast.core.errors import ConfigError
 from ballast.fleet.faults import first_fault
 from ballast.fleet.field_types import Positive
 from ballast.fleet.schema import Keys
-from ballast.policy.fleet.kv_pressure import ModelDemand, greedy, max_pressure, moved
+from ballast.policy.fleet.kv_pressure import KvDemand, greedy, max_pressure, moved
 from ballast.policy.fleet.mux_estimate import Tenant
 from ballast.policy.fleet.mux_placement import place
 from ballast.policy.fleet.optimal_placement import lower_bound, optimal
@@ -204,10 +204,10 @@ def _devices(problem: Problem) -> list[PlacementDevice]:
     return [PlacementDevice(d.name, d.memory_gb * GB) for d in problem.devices]
 
 
-def _claims(problem: Problem) -> list[ModelDemand]:
+def _claims(problem: Problem) -> list[KvDemand]:
     """Demands in tokens/s per second: a problem does not state the KV bytes of a token."""
     return [
-        ModelDemand(
+        KvDemand(
             m.name,
             m.weights_gb * GB,
             m.token_rate / m.tpot_slo,

@@ -25,7 +25,7 @@ AHEAD = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedRun:
     """Result of a simulated run."""
 
     seconds: float
@@ -45,7 +45,7 @@ def simulate(
     leaps: bool = True,
     preset: Preset | None = None,
     steps: SendTokens | None = None,
-) -> Simulated:
+) -> SimulatedRun:
     """Run `arrivals` (each at its `arrival` second) on one device, to the last answer.
 
     `said(now, output)` gets the outputs to clients; `observe(now, state)` gets the state when each
@@ -70,7 +70,7 @@ def simulate(
         device.submit(submission)
         last = max(last, submission.arrival)
     device.finish(last)
-    return Simulated(device.clock.now(), device.state, device.story)
+    return SimulatedRun(device.clock.now(), device.state, device.story)
 
 
 def simulate_devices(

@@ -50,7 +50,7 @@ from ballast.weights.packing import DTYPES
 from ballast.weights.segment import PLAIN, PackedTensor, Piece, pack
 from ballast.weights.source_files import ADAPTER_CONFIG, ADAPTER_TENSORS
 from ballast.weights.stored import read_header
-from ballast.weights.stored_tensor import Stored
+from ballast.weights.stored_tensor import StoredTensor
 
 MAX_RANK = 512
 
@@ -151,8 +151,8 @@ class Pair:
     """The stored matrices A and B of one module."""
 
     module: str
-    a: Stored
-    b: Stored
+    a: StoredTensor
+    b: StoredTensor
     scale: float
 
     @property
@@ -323,12 +323,12 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
 
 def _pairs(
     path: Path,
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, StoredTensor],
     config: _Config,
     modules: Mapping[str, tuple[int, int]],
 ) -> tuple[Pair, ...]:
     """Return A and B of each module that the file adapts, checked, in the model's order."""
-    halves: dict[str, dict[str, Stored]] = {}
+    halves: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors.items():
         match = _KEY.fullmatch(name)
         if match is None:

@@ -29,7 +29,7 @@ from ballast.kernels.quantised import PackedRows
 from ballast.weights.architecture import Architecture
 from ballast.weights.gguf_blocks import BLOCKS, dequantise, take_apart
 from ballast.weights.quantisation import unpack
-from ballast.weights.stored_tensor import ITEM_BYTES, Stored
+from ballast.weights.stored_tensor import ITEM_BYTES, StoredTensor
 
 if TYPE_CHECKING:  # its import takes seconds, and reading weights does not need it
     from transformers.core_model_loading import WeightConverter
@@ -44,7 +44,7 @@ _AT_ONCE = 1 << 20
 class Run:
     """Elements `start .. start + n` of a stored tensor."""
 
-    source: Stored
+    source: StoredTensor
     start: int
     n: int
 
@@ -57,12 +57,12 @@ class Recipe:
     runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, source: Stored) -> Recipe:
+    def of(cls, source: StoredTensor) -> Recipe:
         runs = tuple(Run(m, 0, math.prod(m.shape)) for m in source.matrices)
         return cls(source.shape, runs)
 
     @property
-    def plain(self) -> Stored | None:
+    def plain(self) -> StoredTensor | None:
         """The stored tensor that it is read from, if it is only one run."""
         return self.runs[0].source if len(self.runs) == 1 else None
 
@@ -119,7 +119,7 @@ def narrow(recipe: Recipe, dim: int, first: int, n: int) -> Recipe:
 
 
 def recipes(
-    architecture: Architecture, stored: Mapping[str, Stored], directory: Path
+    architecture: Architecture, stored: Mapping[str, StoredTensor], directory: Path
 ) -> dict[str, Recipe]:
     """Return the recipes of all names in the architecture that the files have tensors for.
 
@@ -282,7 +282,7 @@ class Sources:
     ) -> None:
         self._files.close()
 
-    def descriptor(self, source: Stored) -> int:
+    def descriptor(self, source: StoredTensor) -> int:
         """Descriptor of the file that a tensor of `Stored.files` is read from."""
         return self._fds[source.path]
 
@@ -302,13 +302,13 @@ class Sources:
         _read(source, self._fds[source.path], source.start, rows.view(-1).numpy().data)
         return take_apart(_in_order(rows, source.heads) if source.heads else rows, form)
 
-    def _whole(self, source: Stored) -> Tensor:
+    def _whole(self, source: StoredTensor) -> Tensor:
         """Read one of the tensors that a matrix is made of."""
         found = torch.empty(source.n_bytes, dtype=torch.uint8)
         _read(source, self._fds[source.path], source.start, found.numpy().data)
         return found.view(unpack.DTYPES[source.dtype]).view(source.shape)
 
-    def _dequantised_of(self, source: Stored) -> Tensor:
+    def _dequantised_of(self, source: StoredTensor) -> Tensor:
         """Return the elements of a matrix of several tensors, float32, in its order."""
         if getattr(self._dequantised, "source", None) != source:
             assert source.packing is not None, "a matrix of one tensor"
@@ -380,7 +380,7 @@ def _in_order(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, each, 2, -1).transpose(1, 2).reshape(rows.shape)
 
 
-def _read(source: Stored, fd: int, at: int, into: Any) -> None:
+def _read(source: StoredTensor, fd: int, at: int, into: Any) -> None:
     done = 0
     while done < len(into):
         try:

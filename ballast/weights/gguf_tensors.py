@@ -17,7 +17,7 @@ from typing import Any
 from ballast.core.errors import CheckpointError
 from ballast.fleet.gguf_header import BLOCK_PREFIX, TYPES, GgufHeader
 from ballast.weights.gguf_config import PERMUTED, ROPE_FACTORS, tensor_name
-from ballast.weights.stored_tensor import Stored
+from ballast.weights.stored_tensor import StoredTensor
 
 TENSORS = "gguf_tensors.json"
 """File that says where the tensors are."""
@@ -32,7 +32,7 @@ def is_gguf_checkpoint(directory: Path) -> bool:
     return (directory / TENSORS).is_file()
 
 
-def stored_in_gguf(directory: Path) -> dict[str, Stored]:
+def stored_in_gguf(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a directory that was made of a GGUF file, by the names that
     `transformers` has. Raises CheckpointError."""
     path = directory / TENSORS
@@ -45,7 +45,7 @@ def stored_in_gguf(directory: Path) -> dict[str, Stored]:
     return {t.name: t for t in found}
 
 
-def tensor_entry(stored: Stored) -> dict[str, Any]:
+def tensor_entry(stored: StoredTensor) -> dict[str, Any]:
     """Return a tensor as it stands in `TENSORS`."""
     return {
         "file": f"{stored.path.stem}.gguf",
@@ -57,7 +57,7 @@ def tensor_entry(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _stored(directory: Path, entry: dict[str, Any]) -> Stored:
+def _stored(directory: Path, entry: dict[str, Any]) -> StoredTensor:
     name, shape = str(entry["name"]), tuple(entry["shape"])
     start, heads, kind = entry["start"], entry["heads"], _TYPES[entry["dtype"]]
     path = directory / Path(entry["file"]).name
@@ -66,26 +66,26 @@ def _stored(directory: Path, entry: dict[str, Any]) -> Stored:
     if not shape or shape[-1] % kind.elements or (heads and shape[0] % (2 * heads)):
         raise ValueError(f"{name!r:.100} is {kind.name} of shape {shape}")
     n_bytes = math.prod(shape) // kind.elements * kind.n_bytes
-    stored = Stored(path, name, str(entry["dtype"]), shape, start, n_bytes, heads)
+    stored = StoredTensor(path, name, str(entry["dtype"]), shape, start, n_bytes, heads)
     if start + n_bytes > path.stat().st_size:
         raise stored.error("truncated: its file is shorter than it was")
     return stored
 
 
-def gguf_tensors(headers: Sequence[GgufHeader]) -> dict[str, Stored]:
+def gguf_tensors(headers: Sequence[GgufHeader]) -> dict[str, StoredTensor]:
     """Return the tensors of all parts of a GGUF file, by the names that `transformers` has."""
     values = headers[0].values
     permuted = values.get("general.architecture") in PERMUTED
     heads = values.get("llama.attention.head_count")
     kv_heads = values.get("llama.attention.head_count_kv", heads)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for header in headers:
         for t in header.tensors.values():
             if t.name == ROPE_FACTORS:
                 continue
             name = tensor_name(t.name)
             dtype = t.type.name if t.type.elements == 1 else BLOCK_PREFIX + t.type.name
-            stored = Stored(header.path, name, dtype, t.shape, t.start, t.n_bytes)
+            stored = StoredTensor(header.path, name, dtype, t.shape, t.start, t.n_bytes)
             if permuted and ".q_proj." in name:
                 stored = _permuted(stored, heads)
             elif permuted and ".k_proj." in name:
@@ -94,7 +94,7 @@ def gguf_tensors(headers: Sequence[GgufHeader]) -> dict[str, Stored]:
     return found
 
 
-def _permuted(stored: Stored, heads: object) -> Stored:
+def _permuted(stored: StoredTensor, heads: object) -> StoredTensor:
     if type(heads) is not int or heads < 1 or stored.shape[0] % (2 * heads):
         raise stored.error(f"its {stored.shape[0]} rows are not those of {heads!r:.40} heads")
     return replace(stored, heads=heads)

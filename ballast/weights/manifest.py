@@ -40,7 +40,7 @@ from ballast.weights.pooling import is_base_model, pooling_of
 from ballast.weights.segment import PackedTensor, Segment, pack
 from ballast.weights.sharding import WHOLE, Shard, divided, narrowed
 from ballast.weights.stored import find_tensors, form_of, plain_dtype
-from ballast.weights.stored_tensor import ITEM_BYTES, Stored
+from ballast.weights.stored_tensor import ITEM_BYTES, StoredTensor
 
 if TYPE_CHECKING:  # it needs packages that reading weights does not
     from ballast.isolation.zygote import Zygote
@@ -299,7 +299,7 @@ def _heads_differ(architecture: Architecture, found: Mapping[str, Recipe]) -> bo
     return False
 
 
-def _same(a: Stored, b: Stored) -> bool:
+def _same(a: StoredTensor, b: StoredTensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     step = 1 << 24

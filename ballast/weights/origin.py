@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from ballast import __version__
 from ballast.weights.assemble import Recipe, Sources
 from ballast.weights.segment import Segment
-from ballast.weights.stored_tensor import Stored
+from ballast.weights.stored_tensor import StoredTensor
 
 QUIET_SECONDS = 2.0
 """Seconds since a file's last change within which it may change again and show the same time."""
@@ -58,7 +58,7 @@ def origin_of(
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _meaning(source: Stored) -> tuple[object, ...]:
+def _meaning(source: StoredTensor) -> tuple[object, ...]:
     """What decides, beside the bytes of its files, which elements a tensor has."""
     packing = source.packing
     if packing is None:

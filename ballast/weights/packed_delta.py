@@ -22,7 +22,7 @@ from ballast.weights.quantisation.config import PACKED, Quantisation
 from ballast.weights.quantisation.formats import matrices_in
 from ballast.weights.segment import PackedTensor
 from ballast.weights.stored import form_of
-from ballast.weights.stored_tensor import Stored
+from ballast.weights.stored_tensor import StoredTensor
 
 GROUP = BLOCK
 """Inputs of a row that share a scale; the last of a row may be fewer."""
@@ -37,7 +37,7 @@ class StoredDelta:
     """The stored difference of one module."""
 
     module: str
-    matrix: Stored
+    matrix: StoredTensor
 
     @property
     def form(self) -> str:
@@ -46,8 +46,8 @@ class StoredDelta:
 
 
 def split(
-    tensors: Mapping[str, Stored], modules: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, Stored], tuple[StoredDelta, ...]]:
+    tensors: Mapping[str, StoredTensor], modules: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, StoredTensor], tuple[StoredDelta, ...]]:
     """Divide an adapter's tensors into those of low rank and its differences in few bits, by the
     base's order of modules; `modules`: (inputs, outputs) of these.
 

@@ -21,7 +21,7 @@ from ballast.fleet.unfinished_download import is_lfs_pointer, unfinished
 from ballast.kernels.panel_forms import BLOCK, FORMS, form_of_name, packed_bytes
 from ballast.weights.gguf_tensors import is_gguf_checkpoint, stored_in_gguf
 from ballast.weights.quantisation.formats import with_matrices
-from ballast.weights.stored_tensor import ITEM_BYTES, Stored
+from ballast.weights.stored_tensor import ITEM_BYTES, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,7 +30,7 @@ _MOST_HEADER = 100_000_000
 """Most bytes of a header; the format's own limit."""
 
 
-def find_tensors(directory: Path) -> dict[str, Stored]:
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Find all tensors of a checkpoint, by name; quantised matrices by those of their weights.
 
     Reads one file, or the shards of an index. Raises CheckpointError for an inconsistent header, a
@@ -46,7 +46,7 @@ def _is_safetensors(directory: Path) -> bool:
     return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
 
 
-def _in_safetensors(directory: Path) -> dict[str, Stored]:
+def _in_safetensors(directory: Path) -> dict[str, StoredTensor]:
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
     index = directory / INDEX
@@ -69,13 +69,13 @@ def _in_safetensors(directory: Path) -> dict[str, Stored]:
     }
 
 
-def quantised_types(stored: Iterable[Stored]) -> frozenset[tuple[str, str]]:
+def quantised_types(stored: Iterable[StoredTensor]) -> frozenset[tuple[str, str]]:
     """Return the types of quantised tensors, each with the form in which it stays packed."""
     found = [t for t in stored if t.is_quantised]
     return frozenset((t.dtype.removeprefix(BLOCK_PREFIX), form_of(t, "float32")) for t in found)
 
 
-def plain_dtype(stored: Stored) -> str:
+def plain_dtype(stored: StoredTensor) -> str:
     """Return the dtype in which a tensor is served by default beside what stays quantised: what
     does not is dequantised to BF16."""
     return "BF16" if stored.is_quantised else stored.dtype
@@ -108,7 +108,7 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
         dtype = "bfloat16" if 2 * halves > whole else "float32"
     item = 2 if dtype == "bfloat16" else 4
 
-    def n_bytes(t: Stored) -> int:
+    def n_bytes(t: StoredTensor) -> int:
         form = form_of(t, dtype) if packed else ""
         if not form:
             return item * math.prod(t.shape)
@@ -120,7 +120,7 @@ def served_tensors(directory: Path, dtype: str, *, packed: bool = True) -> dict[
     return {name: n_bytes(t) for name, t in tensors.items() if t.packing or name not in parts}
 
 
-def form_of(stored: Stored, served: str) -> str:
+def form_of(stored: StoredTensor, served: str) -> str:
     """Return the form of quantised panels that a matrix keeps where models are served in a dtype by
     our kernels on CPUs; empty: it has none."""
     if stored.packing is not None:
@@ -136,7 +136,7 @@ def form_of(stored: Stored, served: str) -> str:
     return name if stored.shape[1] % FORMS[name].span == 0 else ""
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the header of one file: its tensors. Raises CheckpointError."""
     size = path.stat().st_size
     with open(path, "rb", buffering=0) as file:
@@ -163,7 +163,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     return {name: _entry(path, name, entry, data, size) for name, entry in header.items()}
 
 
-def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> Stored:
+def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
     """Read one header entry; `data`: where the file's tensors begin, `size`: bytes of the file."""
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -179,7 +179,7 @@ def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> Stored:
         )
     if data + end > size:
         raise _truncated(path, name, f"it ends at byte {data + end}, the file has {size}")
-    return Stored(path, name, dtype, shape, data + begin, end - begin)
+    return StoredTensor(path, name, dtype, shape, data + begin, end - begin)
 
 
 def _truncated(path: Path, tensor: str | None, how: str) -> CheckpointError:

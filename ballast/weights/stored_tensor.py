@@ -37,7 +37,7 @@ class Packing:
     form: str
     """Name of the panel form that holds its bits. Where its span is not whole blocks, the matrix is
     dequantised."""
-    parts: tuple[tuple[str, Stored], ...]
+    parts: tuple[tuple[str, StoredTensor], ...]
     """The tensors by their role."""
     bits: int = 8
     scale_rows: int = 1
@@ -45,12 +45,12 @@ class Packing:
     numbers: tuple[float, ...] = ()
     """What else the format needs to know."""
 
-    def part(self, role: str) -> Stored | None:
+    def part(self, role: str) -> StoredTensor | None:
         return next((stored for name, stored in self.parts if name == role), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor in a file, or a matrix of several. `dtype` is the format's name for it; `start`
     counts from byte 0."""
 
@@ -63,7 +63,7 @@ class Stored:
     heads: int = 0
     """If above 0: the rows of each of so many heads are stored in the order of GGUF files."""
     transposed: bool = False
-    """Whether its matrices, of the last two dimensions, are stored the other way round."""
+    """Whether its matrices (the last two dimensions) are stored transposed."""
     packing: Packing | None = None
     """How the matrix is made of other tensors; `path`, `start` and `n_bytes` are its codes'."""
 
@@ -73,16 +73,16 @@ class Stored:
         return self.packing is not None or self.dtype.startswith(BLOCK_PREFIX)
 
     @property
-    def files(self) -> tuple[Stored, ...]:
+    def files(self) -> tuple[StoredTensor, ...]:
         """The tensors in files that it is read from."""
         if self.packing is None:
             return (self,)
         return tuple(part for _, part in self.packing.parts)
 
     @property
-    def matrices(self) -> tuple[Stored, ...]:
-        """The matrices of a tensor of several that are quantised, each by itself; of any other, the
-        tensor."""
+    def matrices(self) -> tuple[StoredTensor, ...]:
+        """The quantised matrices that the tensor consists of (experts), one by one; the tensor
+        itself where it is no such stack."""
         packing = self.packing
         if packing is None or len(self.shape) == 2:
             return (self,)
@@ -101,7 +101,7 @@ class Stored:
         return CheckpointError(str(self.path), self.name, reason)
 
 
-def _part_of(stored: Stored, i: int) -> Stored:
+def _part_of(stored: StoredTensor, i: int) -> StoredTensor:
     """Return part i of a tensor along its first dimension."""
     n_bytes = stored.n_bytes // stored.shape[0]
     start = stored.start + i * n_bytes

@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from ballast.bench.demo_result import Compared, agreement, result_table
+from ballast.bench.demo_result import PresetResult, agreement, result_table
 from ballast.bench.record import RequestRecord
 from ballast.bench.report import Report
 from ballast.core.settings import Slo
@@ -31,8 +31,8 @@ def report(name: str, kept: int, of: int = 50) -> Report:
     return Report.of(records, {"m": Slo(ttft=1.0)}, 60.0, name=name)
 
 
-def compared(preset: str, live: int, virtual: int) -> Compared:
-    return Compared(report(preset, live), report(preset, virtual))
+def compared(preset: str, live: int, virtual: int) -> PresetResult:
+    return PresetResult(report(preset, live), report(preset, virtual))
 
 
 def test_how_far_live_and_virtual_are_apart() -> None:

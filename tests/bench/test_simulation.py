@@ -12,7 +12,7 @@ from rich.console import Console
 from ballast.bench.cluster_run import ClusterRun
 from ballast.bench.model_sizes import sizes_of
 from ballast.bench.page import page
-from ballast.bench.planning import Planned, Question, plan_preset
+from ballast.bench.planning import PlanResult, Question, plan_preset
 from ballast.bench.simulation import simulate_presets, simulation_json
 from ballast.bench.simulation_setup import SimulationSetup, WorkloadOptions
 from ballast.bench.tables import plans_table, runs_table, sizes_text
@@ -51,7 +51,7 @@ def planned(
     each: bool = False,
     most: int = 1024,
     seeds: int = 1,
-) -> Planned:
+) -> PlanResult:
     question = Question(it.fleet, it.specs, kind, it.presets[0], target, PLACED, each)
     return plan_preset(question, it.draws(seeds), most=most)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.core.settings import ModelSettings
 from ballast.policy import presets
 from ballast.policy.fleet.fixed_placement import FixedPlacement
@@ -25,7 +25,9 @@ from tests.sim.test_cluster import arrivals, spec
 class Everywhere(FixedPlacement):
     """Every model has all devices, and the last one gets all requests."""
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return {need.model: [room.device for room in rooms] for need in needs}
 
     def route(self, replicas: Sequence[Replica]) -> str:

@@ -11,7 +11,7 @@ from ballast.control.order_driver import OrderDriver
 from ballast.control.order_events import ActionDone, DoStep, OrdersEvent, OrdersInstruction
 from ballast.core.actions import Lend, Recall
 from ballast.core.command import Add
-from ballast.core.fleet import LeaseView, Need, Room
+from ballast.core.fleet import DeviceCapacity, LeaseView, ModelDemand
 from ballast.core.fleet_state import Command, CommandOutcome, FleetDevice, FleetState
 from ballast.core.model import ModelSpec
 from ballast.core.order import DONE, MoveRequests, Order, Step
@@ -85,7 +85,7 @@ class OrderFleet(OrderDriver[OrderDevice]):
         self.machine = self._machine
         self.held: Callable[[Step], bool] = lambda step: False
         """Whether a step is not answered until `release`."""
-        self.needed: Sequence[Need] = ()
+        self.needed: Sequence[ModelDemand] = ()
         self.time = 0.0
         self.did: list[Step] = []
         self.waiting: list[DoStep] = []
@@ -145,13 +145,13 @@ class OrderFleet(OrderDriver[OrderDevice]):
     def action_done(self, done: ActionDone) -> None:
         self.actions.append(done)
 
-    def rooms(self) -> Sequence[Room]:
-        return [Room(name, 1) for name in self.fleet]
+    def rooms(self) -> Sequence[DeviceCapacity]:
+        return [DeviceCapacity(name, 1) for name in self.fleet]
 
     def network(self) -> float:
         return inf
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Sequence[ModelDemand]:
         return self.needed
 
     def leases(self) -> Sequence[LeaseView]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ballast.control.fleet_view import FleetViews
 from ballast.core.cost import Traffic
-from ballast.core.fleet import Need
+from ballast.core.fleet import ModelDemand
 from ballast.core.report import DeviceReport, ModelReport
 from tests.control.order_fleet import OrderFleet
 
@@ -44,7 +44,7 @@ REPORT = DeviceReport(
 
 def test_work_is_that_since_the_view_before() -> None:
     fleet = OrderFleet({"a": ["x"]}, ["x", "y"])
-    fleet.needed = [Need("a", 1, 1)]
+    fleet.needed = [ModelDemand("a", 1, 1)]
     views = FleetViews(fleet.fleet, fleet)  # type: ignore[arg-type]
     fleet.fleet["x"].report = REPORT  # nothing has been heard of y
     first = views.view(8.0)
@@ -57,4 +57,4 @@ def test_work_is_that_since_the_view_before() -> None:
     assert [d.name for d in first.devices] == ["x"]
     assert [(h.work, h.open_requests, h.late) for h in second.devices[0].hosting] == [(0.5, 3, 0)]
     assert [d.name for d in second.devices] == ["x", "y"]
-    assert second.needs == (Need("a", 1, 1),)
+    assert second.needs == (ModelDemand("a", 1, 1),)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.dashboard.formatting import (
-    Decided,
+    FormattedDecision,
     bar,
     decided,
     rate_of,
@@ -85,12 +85,12 @@ def test_decisions_are_told_newest_first_and_rows_of_like_ones_once() -> None:
     by = {**pinned, "by": "operator"}
     result = decided([first, again, refused, limit, released, by, joined], 10)
     assert result == [
-        Decided(7.0, "join", "c", "by an operator", ""),
-        Decided(6.0, "change", "a", "by an operator", ""),
-        Decided(5.0, "release", "a", "nobody waits", ""),
-        Decided(4.0, "limit", "a", "no bound", ""),
-        Decided(3.0, "drop cache", "a", "b needs pages, 1 page", "in use"),
-        Decided(2.0, "drop cache", "a", "b needs pages, 2 pages", "", times=2),
+        FormattedDecision(7.0, "join", "c", "by an operator", ""),
+        FormattedDecision(6.0, "change", "a", "by an operator", ""),
+        FormattedDecision(5.0, "release", "a", "nobody waits", ""),
+        FormattedDecision(4.0, "limit", "a", "no bound", ""),
+        FormattedDecision(3.0, "drop cache", "a", "b needs pages, 1 page", "in use"),
+        FormattedDecision(2.0, "drop cache", "a", "b needs pages, 2 pages", "", times=2),
     ]
     assert [d.time for d in decided([first, refused, limit], 2)] == [4.0, 3.0]
 

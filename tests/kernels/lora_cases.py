@@ -20,7 +20,7 @@ from torch import Tensor
 from ballast.kernels.gpu.attention_plan import Bucket
 from ballast.kernels.gpu.batch import Scratch
 from ballast.kernels.gpu.lora import GpuAdaptedRows, GpuLoraGroup, Lora
-from ballast.kernels.gpu.staging import Staged
+from ballast.kernels.gpu.staging import StagingBuffer
 from ballast.kernels.lora import LoraMatrices, LoraTarget
 from ballast.kernels.plain.lora import PlainLora
 from ballast.memory.cuda.tensor import cuda_tensor_at
@@ -82,7 +82,7 @@ class Random:
 
 
 def rows_of(adapters: list[int], bucket: Bucket) -> GpuAdaptedRows:
-    staged = Staged({**GpuAdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, DEVICE)
+    staged = StagingBuffer({**GpuAdaptedRows.sizes(bucket), "end": ((1,), torch.int32)}, DEVICE)
     both = GpuAdaptedRows.both(staged.tensors, bucket)
     assert both is not None
     host = staged.host()

@@ -11,7 +11,7 @@ import pytest
 
 from ballast.core.actions import DropCache, Hold, Limit, Preempt, Refuse, Reside
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.fleet import DeviceCapacity, FleetDecision, FleetView, ModelDemand
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.core.view import Residency, SharedView, Shortage
 from ballast.fleet.schema import FleetKeys
@@ -581,8 +581,8 @@ def test_models_cannot_follow_the_load_to_devices_of_several_ranks() -> None:
 
 
 def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
-    rooms = [Room("x", 100), Room("y", 100)]
-    busy, quiet = Need("busy", 10, 10, {"": 1.2}), Need("quiet", 10, 10)
+    rooms = [DeviceCapacity("x", 100), DeviceCapacity("y", 100)]
+    busy, quiet = ModelDemand("busy", 10, 10, {"": 1.2}), ModelDemand("quiet", 10, 10)
     for placement, policy in PLACEMENTS.items():
         by_work = placement in ("work", "both", "swiftcache", "price")
         everywhere = placement == "link"
@@ -598,12 +598,12 @@ def test_only_who_expects_work_gives_a_busy_model_several_devices() -> None:
 
 
 def test_placement_at_random_depends_on_a_models_name_and_the_seed_alone() -> None:
-    rooms = [Room("x", 100), Room("y", 100), Room("small", 5)]
-    needs = [Need(f"m{i}", 10, 10) for i in range(64)]
+    rooms = [DeviceCapacity("x", 100), DeviceCapacity("y", 100), DeviceCapacity("small", 5)]
+    needs = [ModelDemand(f"m{i}", 10, 10) for i in range(64)]
     first = resolve("c2cserve", placement="random").fleet.place(needs, rooms)
     other = resolve("c2cserve", {"seed": 1}, placement="random").fleet.place(needs, rooms)
     assert {device for (device,) in first.values()} == {"x", "y"}
     assert first != other
     assert resolve("swap", placement="random").fleet.place(needs[7:8], rooms) == {"m7": first["m7"]}
     with pytest.raises(ConfigError, match="the largest device has"):
-        resolve("swap", placement="random").fleet.place([Need("large", 200, 10)], rooms)
+        resolve("swap", placement="random").fleet.place([ModelDemand("large", 200, 10)], rooms)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ballast.core.settings import PullSettings
 from ballast.fleet.schema import NamedModelKeys, PullKeys
-from ballast.server.admin.pulls import Pulled, Pulls
+from ballast.server.admin.pulls import PullProgress, Pulls
 from ballast.server.http.faults import Fault
 
 PROGRAM = """
@@ -44,7 +44,7 @@ def pulls(tmp_path: Path, admin: Admin, *models: str, most_models: int = 2) -> P
     return Pulls(admin, lambda: settings, command)  # type: ignore[arg-type]
 
 
-async def collected(found: Any) -> list[Pulled]:
+async def collected(found: Any) -> list[PullProgress]:
     return [step async for step in found]
 
 
@@ -66,7 +66,7 @@ def test_a_pattern_names_an_organisation(pattern: str) -> None:
 def test_a_model_is_downloaded_within_its_bound_and_then_served(tmp_path: Path) -> None:
     admin = Admin()
     steps = asyncio.run(collected(pulls(tmp_path, admin, "org/*").pull("hf.co/org/a")))
-    assert steps == [Pulled(1, 3), Pulled(3, 3)]
+    assert steps == [PullProgress(1, 3), PullProgress(3, 3)]
     assert (tmp_path / "asked").read_text() == "--json --most 99 org/a"
     assert [(e.name, e.path) for e in admin.entries] == [("hf.co/org/a", "hf:org/a")]
 
@@ -85,7 +85,7 @@ def test_one_is_pulled_at_a_time(tmp_path: Path) -> None:
     async def both() -> None:
         shared = pulls(tmp_path, Admin(), "org/*")
         first = shared.pull("org/a")
-        assert await anext(first) == Pulled(1, 3)
+        assert await anext(first) == PullProgress(1, 3)
         with pytest.raises(Fault, match="another model"):
             await anext(shared.pull("org/b"))
         await first.aclose()  # its client has left

@@ -30,7 +30,7 @@ from ballast.sim.job_spread import PERIOD, JobFactors, JobSpread, lognormal, qua
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.page_costs import LoopTime, PageCosts, TimedVm
 from ballast.sim.profile import device_profile
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.sim.story_costs import TimedJob, fit_jobs, spread_of
 from ballast.sim.topology import ClusterLinks, places
 from tests.sim.restless import register, restless_world
@@ -54,7 +54,7 @@ def profile_for(specs: list[ModelSpec], **more: Any) -> MachineProfile:
 
 def run(
     of: World, profile: MachineProfile, *, leaps: bool = True
-) -> tuple[TimedOutputs, Simulated]:
+) -> tuple[TimedOutputs, SimulatedRun]:
     fleet, specs, requests = of
     result: TimedOutputs = []
 

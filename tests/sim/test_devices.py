@@ -11,11 +11,11 @@ import pytest
 
 from ballast.core.event import FailedOutput, FinishedOutput, Output
 from ballast.core.fleet import (
+    DeviceCapacity,
     FleetDecision,
     FleetView,
-    Need,
+    ModelDemand,
     Place,
-    Room,
     Withdraw,
 )
 from ballast.core.link import LinkRates
@@ -210,8 +210,8 @@ def moved_about(preset: str, seed: int) -> Counter[str]:
 
     book = FleetStart(
         {m: [name for name, on in HOMES if m in on] for m in NAMES},
-        [Need(m, 1, 1) for m in NAMES],
-        [Room(name, 1) for name in devices],
+        [ModelDemand(m, 1, 1) for m in NAMES],
+        [DeviceCapacity(name, 1) for name in devices],
         Restless(seed),
     )
     arrivals = submissions(NAMES, 100, seed=seed)

@@ -24,7 +24,7 @@ from ballast.sim.layer_stream import SimStreams
 from ballast.sim.link import SimLink
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.sim.story_reader import read_device_stories
 from tests.policy import worlds
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, submissions, watch
@@ -41,7 +41,7 @@ FAST = LinkRates(1e11, 1e11, 5e10, 5e10)
 
 def run(
     preset: str, rates: LinkRates = FAST, leaps: bool = True, sink: Any = None, **options: float
-) -> tuple[Simulated, list[dict[str, Any]]]:
+) -> tuple[SimulatedRun, list[dict[str, Any]]]:
     entries: list[dict[str, Any]] = []
     received = OutputLog()
     profile = MachineProfile(costs={"a": COSTS}, link=rates, overhead=1e-4)

@@ -22,7 +22,7 @@ from ballast.kv.layout import Layout
 from ballast.sim.device import OnDeviceTurn
 from ballast.sim.layer_stream import SimStream
 from ballast.sim.machine_profile import MachineProfile
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 
@@ -39,7 +39,7 @@ def run(
     leaps: bool,
     sink: Sink | None = None,
     observe: OnDeviceTurn | None = None,
-) -> tuple[TimedOutputs, Simulated]:
+) -> tuple[TimedOutputs, SimulatedRun]:
     result: TimedOutputs = []
     costs = {s.name: COSTS for s in specs}
     profile = MachineProfile(
@@ -69,7 +69,7 @@ def run(
     return result, done
 
 
-def books(done: Simulated) -> dict[str, Any]:
+def books(done: SimulatedRun) -> dict[str, Any]:
     state = done.state
     return {
         "jobs": state.jobs,
@@ -222,7 +222,7 @@ def test_layers_rotate_where_they_would_live(device: str, monkeypatch: pytest.Mo
     assert any(e["action"] == "Remap" and "refused" not in e for e in decisions(done))
 
 
-def decisions(done: Simulated) -> list[dict[str, Any]]:
+def decisions(done: SimulatedRun) -> list[dict[str, Any]]:
     return [e for e in done.story.entries if "action" in e]
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from ballast.core.event import FinishedOutput, Output, TokenOutput
-from ballast.core.fleet import FleetDecision, FleetView, Need, Place, Room, Withdraw
+from ballast.core.fleet import (
+    DeviceCapacity,
+    FleetDecision,
+    FleetView,
+    ModelDemand,
+    Place,
+    Withdraw,
+)
 from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.engine.state import DeviceState
@@ -37,7 +44,9 @@ class BackAndForth(FleetPolicy):
     def moves(self) -> bool:
         return True
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return {need.model: [rooms[0].device] for need in needs}
 
     def route(self, replicas: Sequence[Replica]) -> str:
@@ -133,7 +142,11 @@ JOINED = {
 
 @pytest.mark.parametrize(
     ("preset", "joints"),
-    [*(("balloon", joints) for joints in JOINED), ("prism", "pcie"), ("recompute+fcfs", "nvlink")],
+    [
+        *(("balloon", joints) for joints in JOINED),
+        ("prism", "pcie"),
+        ("recompute+fcfs", "nvlink"),
+    ],
 )
 def test_every_request_is_told_whole_and_once(preset: str, joints: str, tmp_path: Path) -> None:
     ran = Run(preset, JOINED[joints], tmp_path / "story")

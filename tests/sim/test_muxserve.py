@@ -17,7 +17,7 @@ from ballast.policy import presets
 from ballast.policy.compute.adbs import AdaptiveBatches
 from ballast.sim.device import OnDeviceTurn
 from ballast.sim.machine_profile import MachineProfile
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.workload.workload import WorkloadRequest
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import books, run
@@ -36,7 +36,7 @@ def serve(
     lanes: int = 1,
     observe: OnDeviceTurn | None = None,
     **options: float,
-) -> tuple[dict[str, list[RequestRecord]], Simulated]:
+) -> tuple[dict[str, list[RequestRecord]], SimulatedRun]:
     """By model what became of its requests, and the device."""
     pages = kv_pages + sum(s.weight_pages(65536) for s in specs)
     settings = fleet(preset, specs, pages * 1, lanes=lanes, threads=4 if lanes > 1 else None)

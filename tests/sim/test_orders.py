@@ -23,7 +23,7 @@ from ballast.engine.state import DeviceState
 from ballast.policy.presets import ORDERS, shared_options
 from ballast.sim.device import OnDeviceTurn
 from ballast.sim.machine_profile import MachineProfile
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.workload.workload import WorkloadRequest
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import books, decisions, run
@@ -47,7 +47,7 @@ def serve(
     *,
     options: dict[str, float] | None = None,
     observe: OnDeviceTurn | None = None,
-) -> tuple[list[RequestRecord], Simulated]:
+) -> tuple[list[RequestRecord], SimulatedRun]:
     """What became of requests, and of the device, which has memory for all of them."""
     setting = replace(fleet(preset, list(specs), PAGES), options=options or {})
     link = LinkRates.even(1e12)  # weights are there at once

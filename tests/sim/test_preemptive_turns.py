@@ -14,7 +14,7 @@ from ballast.core.link import LinkRates
 from ballast.core.request import Submission
 from ballast.core.settings import DeviceSettings, FleetSettings
 from ballast.sim.machine_profile import MachineProfile
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from tests.policy.worlds import PAGE
 from tests.sim.test_mirage_runs import COSTS, LINK, burst, spec
 
@@ -30,7 +30,7 @@ def served(
     arrivals: list[Submission],
     kv_pages: int = 120,
     leaps: bool = True,
-) -> tuple[Simulated, TimedOutputs, list[dict[str, Any]]]:
+) -> tuple[SimulatedRun, TimedOutputs, list[dict[str, Any]]]:
     """Each request's tokens and when they came, and what was decided; all are answered in full."""
     specs = [spec(name) for name in MODELS]
     weights = sum(s.weight_pages(PAGE) for s in specs)

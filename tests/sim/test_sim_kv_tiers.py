@@ -24,7 +24,7 @@ from ballast.sim.cluster_files import ClusterFiles
 from ballast.sim.kv_tiers import SimKvTiers
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.sim.story_reader import read_device_stories
 from ballast.sim.topology import APART, places
 from tests.sim.test_simulate import COSTS, OutputLog, fleet, spec
@@ -43,7 +43,7 @@ def turns(n: int) -> list[Submission]:
     return made
 
 
-def run(host_bytes: int, disk_bytes: int = 0) -> tuple[Simulated, dict[str, int]]:
+def run(host_bytes: int, disk_bytes: int = 0) -> tuple[SimulatedRun, dict[str, int]]:
     specs = [spec("a"), spec("b")]
     profile = MachineProfile(
         costs={"a": COSTS, "b": COSTS}, link=LinkRates.even(1e8), overhead=1e-4

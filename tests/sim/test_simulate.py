@@ -19,7 +19,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, LinkSettings
 from ballast.engine.state import DeviceState
 from ballast.policy.presets import PRESETS
 from ballast.sim.machine_profile import MachineProfile
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from tests.engine.fresh import check_views
 from tests.policy import worlds
 
@@ -91,7 +91,7 @@ def watch(now: float, state: DeviceState) -> None:
 
 def run(
     preset: str, pages: int = 90, n: int = 60, n_models: int = 4, seed: int = 0
-) -> tuple[Simulated, OutputLog, list[Submission]]:
+) -> tuple[SimulatedRun, OutputLog, list[Submission]]:
     specs = [spec(f"m{i}", weight_pages=10 + 5 * i) for i in range(n_models)]
     arrivals = submissions([s.name for s in specs], n, seed)
     received = OutputLog()

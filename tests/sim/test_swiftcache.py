@@ -17,7 +17,7 @@ from ballast.engine.story_file import StoryFile
 from ballast.kv.staging import BlockStaging
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
-from ballast.sim.simulate import Simulated, simulate
+from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.sim.story_reader import read_device_stories
 from tests.policy.random_stages import add_preset
 from tests.sim import scenarios
@@ -47,7 +47,7 @@ def run(
     link: float,
     seen: Callable[[DeviceState], object] = lambda state: None,
     sink: StoryFile | None = None,
-) -> tuple[Simulated, OutputLog]:
+) -> tuple[SimulatedRun, OutputLog]:
     specs = [spec("m", weight_pages=4)]
     profile = MachineProfile(costs={"m": COSTS}, link=LinkRates.even(link), overhead=0.0)
     log = OutputLog()

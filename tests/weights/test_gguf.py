@@ -32,7 +32,7 @@ from ballast.weights.gguf_tensors import TENSORS, gguf_tensors
 from ballast.weights.gguf_tokenizer import end_tokens, tokenizer_files
 from ballast.weights.packing import words_on_forms
 from ballast.weights.stored import find_tensors, quantised_types, served_bytes
-from ballast.weights.stored_tensor import Stored
+from ballast.weights.stored_tensor import StoredTensor
 from benchmarks import gguf_files as gguf
 from tests.models.tiny import GREEDY, Served
 
@@ -289,7 +289,7 @@ def test_a_header_is_parsed_in_the_confined_process_alone(
     Served(directory, dtype="float32", **PACKED).close()
 
 
-def tensors_of(found: dict[str, Stored]) -> set[tuple[object, ...]]:
+def tensors_of(found: dict[str, StoredTensor]) -> set[tuple[object, ...]]:
     return {(t.name, t.dtype, t.shape, t.start, t.n_bytes, t.heads) for t in found.values()}
 
 

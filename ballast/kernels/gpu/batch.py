@@ -28,7 +28,7 @@ from ballast.kernels.gpu.attention_plan import (
 )
 from ballast.kernels.gpu.kv import GpuKv
 from ballast.kernels.gpu.lora import GpuAdaptedRows
-from ballast.kernels.gpu.staging import Sizes, Staged, put
+from ballast.kernels.gpu.staging import Sizes, StagingBuffer, put
 from ballast.kernels.paged_attention import LayerPlaces
 
 Array = np.ndarray[Any, Any]
@@ -55,16 +55,16 @@ class Scratch:
         """`common`: of several models, if their jobs never run at the same time."""
         self._device, self._common = device, common
         self._kept: dict[str, Tensor] = {}
-        self._staged: WeakSet[Staged] = WeakSet()
+        self._staged: WeakSet[StagingBuffer] = WeakSet()
 
-    def staged(self, sizes: Sizes) -> Staged:
+    def staged(self, sizes: Sizes) -> StagingBuffer:
         """Return tensors to be filled for each job."""
-        made = Staged(sizes, self._device)
+        made = StagingBuffer(sizes, self._device)
         self._staged.add(made)
         return made
 
     def close(self) -> None:
-        """Free the pinned memory of all batches, which run no job any more (`Staged`)."""
+        """Free the pinned memory of all batches, which run no job any more (`StagingBuffer`)."""
         for staged in list(self._staged):
             staged.close()
 
@@ -119,7 +119,7 @@ class GpuBatch:
         self.plan: AttentionPlan
         """Plan of the present job; unset before the first."""
         self.n_wanted = 0
-        self._layer_tables: Staged | None = None
+        self._layer_tables: StagingBuffer | None = None
         """Block tables of each layer, (layers, blocks) int32; made for the first job with any."""
         self._units: tuple[Tensor, Tensor] | None = None
         """K and V by which the present job's layers have tables of their own; None: they do not."""

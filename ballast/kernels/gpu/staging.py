@@ -33,7 +33,7 @@ class _Field:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
-class Staged:
+class StagingBuffer:
     """Named tensors, one after the other in a buffer that is filled by one copy.
 
     `tensors`: zeros at first. What a captured CUDA graph reads there is the job that was sent last.

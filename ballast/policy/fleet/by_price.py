@@ -14,22 +14,22 @@ from math import inf
 from typing import NamedTuple
 
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetAction,
     FleetDecision,
     FleetView,
-    Hosting,
     LendPages,
-    Need,
+    ModelDemand,
+    ModelLoad,
     Place,
     RecallPages,
-    Room,
 )
 from ballast.core.price_curve import PriceCurve
 from ballast.core.units import ceil_div
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.initial_placement import spread
-from ballast.policy.fleet.migrate import Migrating, ModelHomes, homes_of, under_way
+from ballast.policy.fleet.migrate import MigrationMemo, ModelHomes, homes_of, under_way
 from ballast.policy.fleet.replica_choice import Replica, held_prefix
 from ballast.policy.requirements import Requirements
 
@@ -48,7 +48,7 @@ BUSY = 0.8
 class PriceMemo:
     """Memo: what the policy waits for."""
 
-    migrating: Migrating = field(default_factory=Migrating)
+    migrating: MigrationMemo = field(default_factory=MigrationMemo)
     needless: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By (lender, borrower) since when the borrower has had enough pages of its own, in seconds."""
     tried: Mapping[str, float] = field(default_factory=dict)
@@ -89,7 +89,9 @@ class ByPrice(FleetPolicy):
     def by_price(self) -> bool:
         return True
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return spread(needs, rooms, by_work=True)
 
     def route(self, replicas: Sequence[Replica]) -> str:
@@ -116,7 +118,7 @@ class ByPrice(FleetPolicy):
                 moved = [place]
                 leaving[place.model] = source, view.now
                 tried[place.model] = view.now
-        after = PriceMemo(Migrating(leaving), needless, tried)
+        after = PriceMemo(MigrationMemo(leaving), needless, tried)
         return FleetDecision((*actions, *moved), after, view.now + self.every)
 
     def _recalls(
@@ -278,7 +280,7 @@ def _is_crowded(curve: PriceCurve | None) -> bool:
     return curve is not None and bool(curve.lacking or curve.stranded)
 
 
-def _held(device: DeviceLoad, h: Hosting) -> int:
+def _held(device: DeviceLoad, h: ModelLoad) -> int:
     """Return the pages that become free where a model leaves."""
     return ceil_div(h.weights, device.page_bytes) + h.kv_pages
 
@@ -297,7 +299,7 @@ class _Target(NamedTuple):
         models = {h.model for h in device.hosting if h.homed}
         return cls(device, curve, device.work, models)
 
-    def cost_of(self, need: Need, h: Hosting, source: DeviceLoad) -> float:
+    def cost_of(self, need: ModelDemand, h: ModelLoad, source: DeviceLoad) -> float:
         """Return the harm of bringing a model from `source`: of the pages that its weights and the
         KV in use take here, and of the link that carries them; inf: it cannot come."""
         device = self.device

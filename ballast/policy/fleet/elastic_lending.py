@@ -12,14 +12,14 @@ from functools import cached_property
 from typing import ClassVar
 
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetAction,
     FleetDecision,
     FleetView,
     LendPages,
-    Need,
+    ModelDemand,
     RecallPages,
-    Room,
 )
 from ballast.core.units import ceil_div
 from ballast.policy.base import FleetPolicy
@@ -77,7 +77,9 @@ class ElasticLending(FleetPolicy):
     def replicates(self) -> bool:
         return True
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return spread(needs, rooms, by_work=True)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
@@ -143,7 +145,7 @@ class _Book:
         self,
         device: DeviceLoad,
         view: FleetView,
-        needs: Mapping[str, Need],
+        needs: Mapping[str, ModelDemand],
         samples: Sequence[_Sample],
         published: bool,
     ) -> None:
@@ -228,7 +230,7 @@ class _Book:
         return max((_pages(n_tokens, 1, need, page) for n_tokens, need in tokens), default=0)
 
 
-def _used(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+def _used(device: DeviceLoad, needs: Mapping[str, ModelDemand]) -> int:
     """Return the pages whose KV requests of a device use, or wait for, wherever these are."""
     found = 0
     for h in device.hosting:
@@ -243,14 +245,14 @@ def _held(device: DeviceLoad, missed: int) -> int:
     return missed + sum(h.kv_pages + h.borrowed_pages for h in device.hosting)
 
 
-def _missed(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+def _missed(device: DeviceLoad, needs: Mapping[str, ModelDemand]) -> int:
     """Return the pages of cached prefixes that were missed since the previous view."""
     missing = [h for h in device.hosting if h.missed_blocks and h.model in needs]
     found = ((h.missed_blocks, needs[h.model]) for h in missing)
     return sum(_pages(n * m.block_tokens, 1, m, device.page_bytes) for n, m in found)
 
 
-def _pages(tokens: float, requests: int, need: Need, page_bytes: int) -> int:
+def _pages(tokens: float, requests: int, need: ModelDemand, page_bytes: int) -> int:
     """Return the pages of the KV of some requests that have `tokens` in all, in whole blocks."""
     blocks = ceil_div(int(tokens), need.block_tokens) + (requests - 1)
     return ceil_div(blocks * need.block_tokens * need.kv_bytes_per_token, page_bytes)

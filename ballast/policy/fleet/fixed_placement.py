@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.fleet import DeviceCapacity, FleetDecision, FleetView, ModelDemand
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.initial_placement import fitting, spread
 
@@ -27,7 +27,9 @@ class FixedPlacement(FleetPolicy):
     def replicates(self) -> bool:
         return self.by_work
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return spread(needs, rooms, by_work=self.by_work)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
@@ -44,7 +46,9 @@ class RandomPlacement(FleetPolicy):
 
     options: ClassVar = ("seed",)
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return {
             need.model: [
                 random.Random(f"{self.seed:g} {need.model}").choice(fitting(need, rooms)).device

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.core.units import format_bytes
 
 BUSY = 0.7
@@ -18,7 +18,7 @@ device."""
 
 
 def spread(
-    needs: Sequence[Need], rooms: Sequence[Room], *, by_work: bool = True
+    needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity], *, by_work: bool = True
 ) -> dict[str, list[str]]:
     """Return the devices of each model: the busiest and largest models are placed first, each where
     it leaves the least crowded device.
@@ -49,7 +49,7 @@ class _Placing:
     """Placement under construction: the devices of each model, and the load of each device so
     far."""
 
-    def __init__(self, rooms: Sequence[Room], copies: Mapping[str, int]) -> None:
+    def __init__(self, rooms: Sequence[DeviceCapacity], copies: Mapping[str, int]) -> None:
         """`copies`: by model, the number of devices among which its work is divided."""
         self.homes: dict[str, list[str]] = {}
         """By model, the names of its devices."""
@@ -61,11 +61,11 @@ class _Placing:
         """By device, share of its time."""
         self._kinds = {r.device: r.kind for r in rooms}
 
-    def add_device(self, need: Need, among: Sequence[Room]) -> None:
+    def add_device(self, need: ModelDemand, among: Sequence[DeviceCapacity]) -> None:
         """Give a model one more device of `among`: the one that is least crowded with it."""
         self._add(need, min(among, key=lambda room: self._crowding(need, room)))
 
-    def replicate(self, order: Sequence[Need]) -> None:
+    def replicate(self, order: Sequence[ModelDemand]) -> None:
         """Give models whose work is divided among several devices the ones that they lack."""
         wanting = [n for n in order if self._copies[n.model] > 1]
         while wanting:
@@ -76,7 +76,7 @@ class _Placing:
             if not free or len(self.homes[need.model]) == self._copies[need.model]:
                 wanting.remove(need)
 
-    def use_empty_devices(self, order: Sequence[Need]) -> None:
+    def use_empty_devices(self, order: Sequence[ModelDemand]) -> None:
         """Give each device without a model the busiest one that it serves no slower than present
         devices do."""
         requested = [n for n in order if any(n.busiest.values())]
@@ -88,25 +88,25 @@ class _Placing:
                 if fits:
                     self._add(max(fits, key=self._busiest_share), room)
 
-    def _add(self, need: Need, room: Room) -> None:
+    def _add(self, need: ModelDemand, room: DeviceCapacity) -> None:
         self.homes.setdefault(need.model, []).append(room.device)
         self._weights[room.device] += need.weights
         self._work[room.device] += self._work_of_copy(need, room)
 
-    def _work_of_copy(self, need: Need, room: Room) -> float:
+    def _work_of_copy(self, need: ModelDemand, room: DeviceCapacity) -> float:
         return need.work.get(room.kind, 0.0) / self._copies[need.model]
 
-    def _crowding(self, need: Need, room: Room) -> float:
+    def _crowding(self, need: ModelDemand, room: DeviceCapacity) -> float:
         """Return how crowded a device would be with one more model."""
         weights = self._weights[room.device] + need.weights
         work = self._work[room.device] + self._work_of_copy(need, room)
         return max(weights / room.bytes, work)
 
-    def _busiest_share(self, need: Need) -> float:
+    def _busiest_share(self, need: ModelDemand) -> float:
         """Return a model's work at its peak, per device that it has."""
         return max(need.busiest.values()) / len(self.homes[need.model])
 
-    def _further(self, need: Need) -> list[Room]:
+    def _further(self, need: ModelDemand) -> list[DeviceCapacity]:
         """Return the devices that can serve a model besides its own."""
         return [
             r
@@ -115,14 +115,14 @@ class _Placing:
             and self._weights[r.device] + need.least <= r.bytes
         ]
 
-    def _slower(self, need: Need, room: Room) -> bool:
+    def _slower(self, need: ModelDemand, room: DeviceCapacity) -> bool:
         """Return whether a model's work takes longer on a device than on each of its present
         ones."""
         own = (need.busiest.get(self._kinds[device], 0.0) for device in self.homes[need.model])
         return need.busiest.get(room.kind, 0.0) > max(own)
 
 
-def fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:
+def fitting(need: ModelDemand, rooms: Sequence[DeviceCapacity]) -> list[DeviceCapacity]:
     """Return the devices that can serve a model. Raises ConfigError where there is none."""
     fitting = [r for r in rooms if r.bytes >= need.least]
     if not fitting:
@@ -136,7 +136,7 @@ def fitting(need: Need, rooms: Sequence[Room]) -> list[Room]:
     return fitting
 
 
-def _copies(need: Need, fitting: Sequence[Room]) -> int:
+def _copies(need: ModelDemand, fitting: Sequence[DeviceCapacity]) -> int:
     """Return the number of devices, of those that can serve the model, fastest first, that its work
     at its peak takes if each is filled to `BUSY`."""
     left, copies = 1.0, 0

@@ -25,7 +25,7 @@ _SOME = math.ulp(0.0)
 """The least memory that is not none."""
 
 
-class ModelDemand(NamedTuple):
+class KvDemand(NamedTuple):
     """A model's demand for memory on the devices that serve it."""
 
     name: str
@@ -48,17 +48,17 @@ class ModelDemand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class DeviceFill:
     """A device, with the weights and the KV demand of the models placed there."""
 
     device: PlacementDevice
     weights: float = 0.0
     demand: float = 0.0
 
-    def with_part(self, claim: ModelDemand) -> Filling:
+    def with_part(self, claim: KvDemand) -> DeviceFill:
         """Return the filling with one more part of a model."""
         weights, demand = self.weights + claim.part_weights, self.demand + claim.part_demand
-        return Filling(self.device, weights, demand)
+        return DeviceFill(self.device, weights, demand)
 
     @property
     def pressure(self) -> float:
@@ -68,10 +68,10 @@ class Filling:
 
 
 def max_pressure(
-    claims: Iterable[ModelDemand], devices: Sequence[PlacementDevice], homes: Homes
+    claims: Iterable[KvDemand], devices: Sequence[PlacementDevice], homes: Homes
 ) -> float:
     """Return the highest KVPR of any device, filled with the models that `homes` places there."""
-    found = {d.name: Filling(d) for d in devices}
+    found = {d.name: DeviceFill(d) for d in devices}
     for claim in claims:
         for name in homes.get(claim.name, ()):
             found[name] = found[name].with_part(claim)
@@ -79,7 +79,7 @@ def max_pressure(
 
 
 def greedy(
-    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice], threshold: float = 0.0
+    claims: Sequence[KvDemand], devices: Sequence[PlacementDevice], threshold: float = 0.0
 ) -> dict[str, tuple[str, ...]]:
     """Place every model by Algorithm 1.
 
@@ -98,10 +98,10 @@ def greedy(
 
 
 def _greedy(
-    claims: Sequence[ModelDemand],
+    claims: Sequence[KvDemand],
     devices: Sequence[PlacementDevice],
     threshold: float,
-    first: Callable[[ModelDemand], tuple[float, str]],
+    first: Callable[[KvDemand], tuple[float, str]],
 ) -> dict[str, tuple[str, ...]] | ConfigError:
     """Place every model in the order of the key `first`; returns the error of the first model that
     finds no room."""
@@ -143,7 +143,7 @@ class Fillings:
         """Memory without the weights."""
         self._demand = [0.0] * len(self._names)
 
-    def add(self, claim: ModelDemand, device: str) -> None:
+    def add(self, claim: KvDemand, device: str) -> None:
         """Place one part of a model on a device."""
         i = self._at[device]
         self._weights[i] += claim.part_weights
@@ -152,7 +152,7 @@ class Fillings:
 
     def choose(
         self,
-        claim: ModelDemand,
+        claim: KvDemand,
         here: str | None,
         threshold: float,
         beside: float = 0.0,
@@ -178,7 +178,7 @@ class Fillings:
             return PlacementChoice(here, before, before)
         return PlacementChoice(self._names[pressures.index(least)], least, before)
 
-    def misfit(self, claim: ModelDemand) -> ConfigError:
+    def misfit(self, claim: KvDemand) -> ConfigError:
         """Return the error of a model for which no devices have room."""
         n = len(self._names)
         if claim.parts > n:
@@ -195,7 +195,7 @@ class Fillings:
         )
 
 
-def moved(claims: Iterable[ModelDemand], homes: Homes) -> dict[str, tuple[str, ...]]:
+def moved(claims: Iterable[KvDemand], homes: Homes) -> dict[str, tuple[str, ...]]:
     """Return, for each model that is somewhere now and would load parts elsewhere, its new
     devices."""
     found = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import FleetDecision, FleetView, Need, Room
+from ballast.core.fleet import DeviceCapacity, FleetDecision, FleetView, ModelDemand
 from ballast.core.link_budget import LinkBudget
 from ballast.core.units import format_bytes
 from ballast.policy.base import FleetPolicy
@@ -33,7 +33,9 @@ class LinkAware(FleetPolicy):
     def replicates(self) -> bool:
         return True
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         """Return all devices that have room for a model's KV, for each model."""
         homes = {n.model: [r.device for r in rooms if r.bytes >= n.least] for n in needs}
         for need in needs:

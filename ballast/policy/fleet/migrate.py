@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from ballast.core.fleet import (
+    DeviceCapacity,
     FleetDecision,
     FleetView,
-    Hosting,
-    Need,
+    ModelDemand,
+    ModelLoad,
     Place,
     PlacementAction,
-    Room,
     Withdraw,
 )
 from ballast.policy.base import FleetPolicy
 from ballast.policy.fleet.initial_placement import spread
-from ballast.policy.fleet.kv_pressure import Fillings, ModelDemand, PlacementChoice
+from ballast.policy.fleet.kv_pressure import Fillings, KvDemand, PlacementChoice
 from ballast.policy.fleet.placement_problem import PlacementDevice
 from ballast.policy.fleet.replica_choice import Replica, held_prefix
 from ballast.policy.requirements import Requirements
 
 
 @dataclass(frozen=True, slots=True)
-class Migrating:
+class MigrationMemo:
     """Memo: migrations that have begun."""
 
     leaving: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -71,7 +71,9 @@ class LeastPressure(FleetPolicy):
     def moves(self) -> bool:
         return True
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         """Place models by weights only: no requests have arrived yet."""
         return spread(needs, rooms, by_work=False)
 
@@ -81,18 +83,18 @@ class LeastPressure(FleetPolicy):
         return held_prefix([r for r in replicas if r.resident] or replicas)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
-        before = memo if isinstance(memo, Migrating) else Migrating()
+        before = memo if isinstance(memo, MigrationMemo) else MigrationMemo()
         homes = homes_of(view)
         leaving, actions = under_way(before, homes, view.now, self.patience)
         withdrawn = {action.model for action in actions}
         for move in moves(view, homes, self.threshold, leaving, withdrawn):
             actions.append(Place(move.model, move.target, move.why, activate=move.warm))
             leaving[move.model] = move.source, view.now
-        return FleetDecision(tuple(actions), Migrating(leaving), view.now + self.every)
+        return FleetDecision(tuple(actions), MigrationMemo(leaving), view.now + self.every)
 
 
 def under_way(
-    memo: Migrating, homes: Mapping[str, ModelHomes], now: float, patience: float
+    memo: MigrationMemo, homes: Mapping[str, ModelHomes], now: float, patience: float
 ) -> tuple[dict[str, tuple[str, float]], list[PlacementAction]]:
     """Return the migrations that have not ended, and the actions that end others: a model leaves
     its old device when its weights are at the new one, or the new one if they have not come in
@@ -134,8 +136,8 @@ class Move:
 class ModelHomes:
     """The devices of a model, each with its state there."""
 
-    at: dict[str, Hosting] = field(default_factory=dict)
-    left: list[Hosting] = field(default_factory=list)
+    at: dict[str, ModelLoad] = field(default_factory=dict)
+    left: list[ModelLoad] = field(default_factory=list)
     """Its state on devices that it is leaving."""
 
     def leave(self, device: str) -> None:
@@ -155,7 +157,7 @@ def homes_of(view: FleetView) -> dict[str, ModelHomes]:
     return found
 
 
-def demand_of(need: Need, hosting: Iterable[Hosting]) -> tuple[float, bool]:
+def demand_of(need: ModelDemand, hosting: Iterable[ModelLoad]) -> tuple[float, bool]:
     """Return a model's demand on some of its devices, and whether its weights count there: unless
     it has no requests lately, as they can be evicted then, and is not pinned."""
     tokens, is_open = 0.0, False
@@ -170,15 +172,15 @@ def demand_of(need: Need, hosting: Iterable[Hosting]) -> tuple[float, bool]:
 class _Claim(NamedTuple):
     """A model on one of its devices."""
 
-    need: Need
+    need: ModelDemand
     here: str
-    at: Mapping[str, Hosting]
+    at: Mapping[str, ModelLoad]
     stays: bool
-    demand: ModelDemand
+    demand: KvDemand
 
 
 def _claims(
-    needs: Iterable[Need],
+    needs: Iterable[ModelDemand],
     homes: Mapping[str, ModelHomes],
     leaving: Mapping[str, tuple[str, float]],
     fixed: Collection[str],
@@ -201,7 +203,7 @@ def _claims(
             if len(goes_to) > 1:
                 demand, used = demand_of(need, (at[here],))
             weights = float(need.weights) if used or evicted else 0.0
-            claim = ModelDemand(model, weights, demand)
+            claim = KvDemand(model, weights, demand)
             rests = stays or (idle and not weights)
             found.append((idle, -demand, model, _Claim(need, here, at, rests, claim)))
     found.sort(key=lambda c: c[:3])

@@ -41,7 +41,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class EstimatedPlacement:
     """A placement, with its expected throughput."""
 
     meshes: tuple[Mesh, ...]
@@ -63,7 +63,7 @@ class Placed:
 
 def place(
     tenants: Sequence[Tenant], devices: Sequence[PlacementDevice], per_host: int = 8
-) -> Placed:
+) -> EstimatedPlacement:
     """Place every model on a mesh. A mesh has 1, 2, 4, ... consecutive devices of one host, of
     `per_host` devices each.
 
@@ -86,7 +86,7 @@ def place(
         raise search.misfit
     meshes = search.improved(best[2])
     estimates = {n: e for mesh in meshes for n, e in search.estimates(mesh).items()}
-    return Placed(tuple(mesh for mesh in meshes if mesh.models), estimates, best[0])
+    return EstimatedPlacement(tuple(mesh for mesh in meshes if mesh.models), estimates, best[0])
 
 
 def mesh_groups(hosts: Sequence[Sequence[PlacementDevice]]) -> Iterator[list[Mesh]]:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ballast.core.errors import ConfigError, install_extra
-from ballast.policy.fleet.kv_pressure import Filling, ModelDemand, greedy, max_pressure
+from ballast.policy.fleet.kv_pressure import DeviceFill, KvDemand, greedy, max_pressure
 from ballast.policy.fleet.placement_problem import Homes, PlacementDevice
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Optimum:
 
 
 def optimal(
-    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice], effort: float = EFFORT
+    claims: Sequence[KvDemand], devices: Sequence[PlacementDevice], effort: float = EFFORT
 ) -> Optimum:
     """Place every model with the least KVPR on the worst device, then with the fewest bytes moved.
 
@@ -95,17 +95,17 @@ def optimal(
     return Optimum(best, high, min(low, high))
 
 
-def lower_bound(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> float:
+def lower_bound(claims: Sequence[KvDemand], devices: Sequence[PlacementDevice]) -> float:
     """Return a KVPR that no placement can be below: all demand over all memory that weights leave,
     and each model alone on the largest device."""
     room = sum(d.memory for d in devices) - sum(c.weights for c in claims)
     total = sum(c.demand for c in claims)
     found = total / room if room > 0 else math.inf
     largest = max(devices, key=lambda d: d.memory)
-    return max([found, *(Filling(largest).with_part(c).pressure for c in claims)])
+    return max([found, *(DeviceFill(largest).with_part(c).pressure for c in claims)])
 
 
-def _any(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> Homes:
+def _any(claims: Sequence[KvDemand], devices: Sequence[PlacementDevice]) -> Homes:
     """Return the greedy placement, or if it finds none any that has room for the weights."""
     try:
         return greedy(claims, devices)
@@ -117,7 +117,7 @@ def _any(claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]) -> H
 
 
 def _stay(
-    claims: Sequence[ModelDemand], devices: Sequence[PlacementDevice]
+    claims: Sequence[KvDemand], devices: Sequence[PlacementDevice]
 ) -> dict[str, tuple[str, ...]] | None:
     """Return the present placement, if all models are placed and their KVPR is finite."""
     if not all(len(c.devices) == c.parts for c in claims):
@@ -131,7 +131,7 @@ class _Packing:
 
     def __init__(
         self,
-        claims: Sequence[ModelDemand],
+        claims: Sequence[KvDemand],
         devices: Sequence[PlacementDevice],
         limit: float,
         moves: bool = False,
@@ -170,7 +170,7 @@ class _Packing:
         elif len({d.memory for d in devices}) == 1:
             self._break_symmetry(sorted(claims, key=lambda c: -size[c.name]))
 
-    def _break_symmetry(self, claims: Sequence[ModelDemand]) -> None:
+    def _break_symmetry(self, claims: Sequence[KvDemand]) -> None:
         """Require equal devices to be used in their order: the largest models first, each on a
         device that is used already or on the next."""
         for i, c in enumerate(claims):

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetAction,
     FleetDecision,
     FleetView,
-    Hosting,
-    Need,
+    ModelDemand,
+    ModelLoad,
     Place,
-    Room,
     Withdraw,
 )
 from ballast.policy.base import FleetPolicy
@@ -67,7 +67,9 @@ class ReplicateUnderLoad(FleetPolicy):
     def moves(self) -> bool:
         return True
 
-    def place(self, needs: Sequence[Need], rooms: Sequence[Room]) -> dict[str, list[str]]:
+    def place(
+        self, needs: Sequence[ModelDemand], rooms: Sequence[DeviceCapacity]
+    ) -> dict[str, list[str]]:
         return spread(needs, rooms, by_work=self.by_work)
 
     def __call__(self, view: FleetView, memo: object) -> FleetDecision:
@@ -91,7 +93,7 @@ class ReplicateUnderLoad(FleetPolicy):
 
     def _spare(self, view: FleetView, before: ReplicateMemo) -> dict[str, float]:
         spare: dict[str, float] = {}
-        homes: dict[str, list[Hosting]] = defaultdict(list)
+        homes: dict[str, list[ModelLoad]] = defaultdict(list)
         for device in view.devices:
             for h in device.hosting:
                 if h.homed:
@@ -105,7 +107,7 @@ class ReplicateUnderLoad(FleetPolicy):
 
 
 def _relief(
-    device: DeviceLoad, view: FleetView, needs: Mapping[str, Need], changed: set[str]
+    device: DeviceLoad, view: FleetView, needs: Mapping[str, ModelDemand], changed: set[str]
 ) -> Place | None:
     """Return one more device for one of a device's models with late requests, if there is one."""
     for h in sorted(device.hosting, key=lambda h: (-h.late, -h.open_requests, h.model)):
@@ -140,12 +142,12 @@ def _leave(model: str, view: FleetView) -> Withdraw:
     return Withdraw(model, chosen.name, f"{last} of its {last + 1} devices are enough")
 
 
-def _homes(model: str, view: FleetView) -> list[tuple[DeviceLoad, Hosting]]:
+def _homes(model: str, view: FleetView) -> list[tuple[DeviceLoad, ModelLoad]]:
     found = ((d, h) for d in view.devices for h in d.hosting)
     return [(d, h) for d, h in found if h.model == model and h.homed]
 
 
-def _in_use(device: DeviceLoad, needs: Mapping[str, Need]) -> int:
+def _in_use(device: DeviceLoad, needs: Mapping[str, ModelDemand]) -> int:
     """Return the bytes of the weights of models that have requests on a device, or are pinned."""
     used = 0
     for h in device.hosting:

@@ -31,7 +31,7 @@ _Untaken = tuple[tuple[str, ...], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class MarketResult:
     """Result of clearing the market."""
 
     actions: list[Action]
@@ -44,7 +44,7 @@ class Cleared:
 
 def clear(
     view: DeviceView, claims: Iterable[Claim], supply: SupplyCurve, reserve: int = 0
-) -> Cleared:
+) -> MarketResult:
     """Cover claims in the order of their gain per page, each by the cheapest offers, and only if
     these harm less than it gains.
 
@@ -86,7 +86,7 @@ def clear(
             actions.add(claim.then(needs))
             budget.bring(claim)
     free = 0 if uncovered else max(0, min(budget.free, budget.coming))
-    return Cleared(actions.final, tuple(promises), uncovered, free)
+    return MarketResult(actions.final, tuple(promises), uncovered, free)
 
 
 class _Asked:

@@ -30,7 +30,7 @@ class AcceptedOffer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Covered:
+class CoverResult:
     """Result of covering claims."""
 
     budget: PageBudget
@@ -49,7 +49,7 @@ def cover(
     budget: PageBudget | None = None,
     *,
     by_price: bool = False,
-) -> Covered:
+) -> CoverResult:
     """Make room for `claims` in order of precedence, each wholly or, if it is indivisible, not at
     all.
 
@@ -100,7 +100,7 @@ def cover(
         if there and claim.then is not None:
             actions.add(claim.then(needs))
             budget.bring(claim)
-    return Covered(budget, actions.final, tuple(promises), parts)
+    return CoverResult(budget, actions.final, tuple(promises), parts)
 
 
 def gather(

@@ -38,7 +38,7 @@ def fair_shares(view: DeviceView) -> Mapping[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ShareEffects:
     """Effects of fair shares on one decision: models to hold, and sources that respect shares."""
 
     view: DeviceView
@@ -75,7 +75,7 @@ class Sharing:
         return claim._replace(may_preempt=False, overdue=True)
 
 
-def share_out(view: DeviceView, *, fair: bool) -> Sharing:
+def share_out(view: DeviceView, *, fair: bool) -> ShareEffects:
     """Hold the models above their share while a model below its own lacks pages for its next
     request, and preempt their requests before others'.
 
@@ -90,7 +90,7 @@ def share_out(view: DeviceView, *, fair: bool) -> Sharing:
     For policies that hold no models for reasons of their own. Unless `fair`, there are no shares.
     """
     if not fair:
-        return Sharing(view)
+        return ShareEffects(view)
     shares = view.derived(fair_shares)
     lacking = {s.request_id for s in view.shortages if not s.limited}
     below: dict[str, int] = {}
@@ -120,8 +120,10 @@ def share_out(view: DeviceView, *, fair: bool) -> Sharing:
     return _fair(left, holds, holding=bool(held))
 
 
-def _fair(view: DeviceView, holds: Sequence[Action], *, holding: bool) -> Sharing:
-    return Sharing(view, holds, True, holding, younger_requests_by_share, younger_models_by_share)
+def _fair(view: DeviceView, holds: Sequence[Action], *, holding: bool) -> ShareEffects:
+    return ShareEffects(
+        view, holds, True, holding, younger_requests_by_share, younger_models_by_share
+    )
 
 
 _HELD = "it has more than its share, and others lack theirs"

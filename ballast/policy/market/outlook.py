@@ -85,7 +85,7 @@ def waiting_pages(m: ModelView) -> int:
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 
-class Coming:
+class FreedPagesForecast:
     """Pages that become free by themselves: as running requests end, the earliest first."""
 
     def __init__(self, seconds: Floats, pages: Floats) -> None:
@@ -178,12 +178,12 @@ class Outlook:
         return np.array([self.lateness.of(left * w).sum() for w in _WAITS])
 
     @lazy_property
-    def coming(self) -> Coming:
+    def coming(self) -> FreedPagesForecast:
         """Pages that become free by themselves."""
         work = self.work.of_all
         if not self._freed:
-            return Coming(np.empty(0), np.empty(0))
-        return Coming(work.left * (self.round_seconds * self._freed), work.pages)
+            return FreedPagesForecast(np.empty(0), np.empty(0))
+        return FreedPagesForecast(work.left * (self.round_seconds * self._freed), work.pages)
 
     @lazy_property
     def backlog(self) -> int:

@@ -20,7 +20,7 @@ from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.admission.late_last import IN_TIME
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
-from ballast.policy.market.clearing import Cleared, clear
+from ballast.policy.market.clearing import MarketResult, clear
 from ballast.policy.market.host_weights import weights_home
 from ballast.policy.market.offers import evictable
 from ballast.policy.market.outlook import FOREVER, Outlook
@@ -90,7 +90,7 @@ class Absences:
         gone = evicted(view, self.gone, ()) if self.gone else self.gone
         return replace(self, since=since, mean=mean, gone=gone)
 
-    def begun(self, view: DeviceView, cleared: Cleared) -> Absences:
+    def begun(self, view: DeviceView, cleared: MarketResult) -> Absences:
         """Return these with those that a decision begins."""
         taken = [a.model for a in cleared.actions if isinstance(a, Reside) and is_eviction(a)]
         parked = [name for name in taken if not view.model(name).idle]

@@ -28,7 +28,7 @@ from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.memory.defaults import pages_alone
 from ballast.policy.memory.layer_offers import LayerOffers, most_freeable
 from ballast.policy.memory.layer_reversion import give_back, off_peak, to_active
-from ballast.policy.memory.recompute import PATIENCE, Standing, hold, served, stand, turns_of
+from ballast.policy.memory.recompute import PATIENCE, PlacesMemo, hold, served, stand, turns_of
 from ballast.policy.memory.static import (
     cover_limited,
     part_limited,
@@ -44,7 +44,7 @@ from ballast.policy.requirements import Requirements
 class MirageMemo:
     """State that one decision of the policy leaves to the next."""
 
-    standing: Standing | None = None
+    standing: PlacesMemo | None = None
     active: frozenset[str] = frozenset()
     returning: frozenset[str] = frozenset()
     """Active models that still give up more layers than active models may."""
@@ -186,7 +186,7 @@ class Mirage(PlacedModels):
         covered: _Covered,
         before: MirageMemo,
         layers: LayerOffers,
-        standing: Standing,
+        standing: PlacesMemo,
         younger: Source,
     ) -> _Returned:
         """Return layers to models that have become active, or whose requests would wait for them
@@ -211,7 +211,7 @@ class Mirage(PlacedModels):
                 actions = self._revert(view, budget, layers, standing.division.pages)
         return _Returned(actions, wake, MirageMemo(standing, active, returning, calm))
 
-    def _active(self, view: DeviceView, standing: Standing) -> frozenset[str]:
+    def _active(self, view: DeviceView, standing: PlacesMemo) -> frozenset[str]:
         """Return the models with requests, or all if `spatial`; where there are turns, only the one
         that has the turn."""
         if self.spatial and not self.temporal:
@@ -221,7 +221,9 @@ class Mirage(PlacedModels):
             m.name for m in view.models if not m.idle and (not self.temporal or m.name == turn)
         )
 
-    def _layers(self, view: DeviceView, standing: Standing, active: frozenset[str]) -> LayerOffers:
+    def _layers(
+        self, view: DeviceView, standing: PlacesMemo, active: frozenset[str]
+    ) -> LayerOffers:
         turn = standing.turn
         used = sorted(view.models, key=lambda m: (m.last_used, m.name))
         recent = (*turn.past, turn.model) if turn else tuple(m.name for m in used)

@@ -23,7 +23,7 @@ from ballast.policy.memory.static import Division, cover_within, keep_places, sh
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class QuotaMemo:
     """Quotas in pages, and when they were adapted."""
 
     division: Division
@@ -66,11 +66,11 @@ class Quotas(PlacedModels):
     steps: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        known = memo if isinstance(memo, Adapted) else None
+        known = memo if isinstance(memo, QuotaMemo) else None
         division, actions = keep_places(view, None if known is None else known.division, shares)
         moves: list[Action] = []
         if known is None or known.division.among != division.among:
-            adapted = known = Adapted(division, division.pages, view.now)
+            adapted = known = QuotaMemo(division, division.pages, view.now)
         elif any(m.name in division.pages and m.derived(wanted) > _quota(m) for m in view.models):
             adapted = self._adapted(view, known)
             moves = transfers(view, adapted.division.pages, sum(adapted.first.values()))
@@ -83,7 +83,7 @@ class Quotas(PlacedModels):
         lacking = may_change and any(s.limited for s in view.shortages)
         return Decision(tuple(actions), adapted, adapted.since + self.adapt if lacking else None)
 
-    def _adapted(self, view: DeviceView, known: Adapted) -> Adapted:
+    def _adapted(self, view: DeviceView, known: QuotaMemo) -> QuotaMemo:
         """Return the present quotas, or new ones if it is time."""
         if view.now < known.since + self.adapt:
             return known

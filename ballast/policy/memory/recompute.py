@@ -41,7 +41,7 @@ are preempted for a model that an operator has evicted, and free pages are kept 
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PlacesMemo:
     """Which models have a place, and which has the turn: the memo of the policy."""
 
     division: Division
@@ -67,7 +67,7 @@ class Recompute(PlacedModels):
     fair_shares: float = 1
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        before = memo if isinstance(memo, Standing) else None
+        before = memo if isinstance(memo, PlacesMemo) else None
         turns = turns_of(self.temporal, self.quantum, self.preemptive)
         standing, actions = stand(view, before, pooled if self.pooled else shares, turns)
         whole, view = view, served(view, standing, turns)
@@ -128,17 +128,17 @@ def turns_of(temporal: float, quantum: float, preemptive: float) -> RoundRobinTu
 
 def stand(
     view: DeviceView,
-    before: Standing | None,
+    before: PlacesMemo | None,
     divide: Callable[[DeviceView], dict[str, int]],
     turns: RoundRobinTurns | None,
-) -> tuple[Standing, list[Action]]:
+) -> tuple[PlacesMemo, list[Action]]:
     """Return the places and the turn from now on, and the actions that keep the places."""
     division, actions = keep_places(view, before.division if before else None, divide)
     turn = before.turn if before else None
-    return Standing(division, turns.current(view, turn) if turns else turn), actions
+    return PlacesMemo(division, turns.current(view, turn) if turns else turn), actions
 
 
-def served(view: DeviceView, standing: Standing, turns: RoundRobinTurns | None) -> DeviceView:
+def served(view: DeviceView, standing: PlacesMemo, turns: RoundRobinTurns | None) -> DeviceView:
     """Return the view as it will be once the models without the turn are held."""
     return turns.served(view, standing.turn) if turns else view
 
@@ -147,7 +147,7 @@ def served(view: DeviceView, standing: Standing, turns: RoundRobinTurns | None) 
 class Held:
     """End of a decision: the turn from now on, and the holds that it requires."""
 
-    standing: Standing
+    standing: PlacesMemo
     holds: list[Action]
     promises: tuple[Promise, ...]
     up_at: float | None
@@ -156,7 +156,7 @@ class Held:
 
 def hold(
     view: DeviceView,
-    standing: Standing,
+    standing: PlacesMemo,
     turns: RoundRobinTurns | None,
     promises: tuple[Promise, ...],
     *,

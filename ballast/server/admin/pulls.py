@@ -24,7 +24,7 @@ HUBS = ("hf.co/", "huggingface.co/", "hf:")
 """What may stand before a hub id: hosts that Ollama's clients name, and the fleet file's mark."""
 
 
-class Pulled(NamedTuple):
+class PullProgress(NamedTuple):
     """How far a download is, in bytes."""
 
     completed: int
@@ -52,7 +52,7 @@ class Pulls:
             and any(fnmatchcase(hub_id, pattern) for pattern in self._settings().models)
         )
 
-    async def pull(self, name: str) -> AsyncIterator[Pulled]:
+    async def pull(self, name: str) -> AsyncIterator[PullProgress]:
         """Download a model that clients may have, and serve it by `name`; yields how far it is.
         Raises Fault, Unavailable or NotKept."""
         settings = self._settings()
@@ -67,7 +67,7 @@ class Pulls:
                 yield step
             await self._admin.add(NamedModelKeys(name=name, path=f"hf:{hub_id}"))
 
-    async def _download(self, hub_id: str, most_bytes: int) -> AsyncIterator[Pulled]:
+    async def _download(self, hub_id: str, most_bytes: int) -> AsyncIterator[PullProgress]:
         child = await asyncio.create_subprocess_exec(
             *(*self._command, "--json", "--most", str(most_bytes), hub_id),
             stdin=asyncio.subprocess.DEVNULL,
@@ -80,7 +80,7 @@ class Pulls:
         try:
             async for line in child.stdout:
                 found = json.loads(line)
-                yield Pulled(found["completed"], found["total"])
+                yield PullProgress(found["completed"], found["total"])
             if await child.wait() != 0:
                 last = (await errors).decode(errors="replace").strip().splitlines()[-1:]
                 raise Fault(400, f"{hub_id}: {' '.join(last)}", "invalid_request", "model")

@@ -12,7 +12,7 @@ from ballast.core.event import FinishedOutput, PromptScoresOutput, TokenOutput
 from ballast.server.generate.echo import Echo
 from ballast.server.generate.output_parser import OutputParser
 from ballast.server.text.detokenize import Detokenizer
-from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, ScoredToken
 from ballast.server.text.stop_strings import StopScanner
 from ballast.server.tools.delta import Content
 
@@ -108,9 +108,9 @@ class Choice:
             text = self._detokenizer.push(output.token)
         if self.output_tokens > self._stops.min_tokens:
             text = self._scanner.push(text)
-        scored: tuple[Scored, ...] = ()
+        scored: tuple[ScoredToken, ...] = ()
         if output.logprob is not None:
-            scored = (Scored(output.token, offset, output.logprob, output.top),)
+            scored = (ScoredToken(output.token, offset, output.logprob, output.top),)
         self._said += len(text)
         piece, reasoned = OutputPiece(self.index, text, scored), self._reasons
         stopped = self._scanner.matched is not None

@@ -9,7 +9,7 @@ from ballast.core.event import PromptScoresOutput
 from ballast.server.http.off_loop import off_loop
 from ballast.server.openai.request import GenerateRequest
 from ballast.server.text.detokenize import Detokenizer
-from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, ScoredToken
 from ballast.server.text.tokenizer import LONG_TEXT, Tokenizer
 
 
@@ -75,13 +75,13 @@ class Echo:
     def rest(self) -> OutputPiece | None:
         """Return the piece of what no score was awaited for; None if there is nothing left."""
         text = self._prompt.text[self._at :]
-        scored: tuple[Scored, ...] = ()
+        scored: tuple[ScoredToken, ...] = ()
         if self._prompt.scored and not self._next:
             scored = (self._score(None, ()),)
         return OutputPiece(self._choice, text, scored) if text or scored else None
 
-    def _score(self, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Scored:
+    def _score(self, logprob: float | None, top: tuple[tuple[int, float], ...]) -> ScoredToken:
         position, at = self._next, self._at
         self._next += 1
         self._at = min(at + self._prompt.lengths[position], len(self._prompt.text))
-        return Scored(self._prompt.tokens[position], at, logprob, top)
+        return ScoredToken(self._prompt.tokens[position], at, logprob, top)

@@ -22,7 +22,7 @@ from ballast.server.messages_api.records import (
     MessageStop,
     MessageUsage,
     Ping,
-    Stopped,
+    StopDelta,
     StopReason,
     TextBlock,
     TextDelta,
@@ -34,9 +34,9 @@ from ballast.server.messages_api.request import MessagesRequest
 from ballast.server.openai.forms import Head
 from ballast.server.openai.records import Usage
 from ballast.server.text.output_blocks import (
-    Closed,
+    BlockClosedEvent,
+    BlockOpenedEvent,
     Grown,
-    Opened,
     OutputBlock,
     OutputBlocks,
     Step,
@@ -106,11 +106,11 @@ class MessageForm:
             usage=_usage(usage),
         )
 
-    def _stopped(self, usage: Usage) -> Stopped:
+    def _stopped(self, usage: Usage) -> StopDelta:
         """The reason why the output ended, if it has."""
         last = self._last
         if last is None:
-            return Stopped(None, None)
+            return StopDelta(None, None)
         reason: StopReason = "end_turn"
         sequence = last.stop_reason
         if last.finish_reason == "tool_calls":
@@ -122,14 +122,14 @@ class MessageForm:
             reason = "stop_sequence"
         if isinstance(sequence, int):
             sequence = self._head.tokenizer.token_text(sequence)[0]
-        return Stopped(reason, sequence)
+        return StopDelta(reason, sequence)
 
 
 def _of_step(step: Step) -> Event | None:
     block = step.block
-    if isinstance(step, Opened):
+    if isinstance(step, BlockOpenedEvent):
         return BlockStart(index=block.index, content_block=_content(block))
-    if isinstance(step, Closed):
+    if isinstance(step, BlockClosedEvent):
         return BlockStop(index=block.index)
     assert isinstance(step, Grown)
     if not step.fragment:

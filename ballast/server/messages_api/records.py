@@ -93,13 +93,13 @@ class BlockStop(msgspec.Struct, kw_only=True, tag_field="type", tag="content_blo
     index: int
 
 
-class Stopped(msgspec.Struct):
+class StopDelta(msgspec.Struct):
     stop_reason: StopReason | None
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="message_delta"):
-    delta: Stopped
+    delta: StopDelta
     usage: MessageUsage
 
 

@@ -23,7 +23,7 @@ from ballast.server.http.fields import Stop, Text
 from ballast.server.messages_api.client_tools import known_function
 from ballast.server.openai.request import ChatRequest
 from ballast.server.openai.translation import (
-    Translated,
+    TranslatedRequest,
     function_tool,
     json_schema,
     refuse,
@@ -222,7 +222,7 @@ def _few(content: object) -> object:
 # -- requests -----------------------------------------------------------------------------------
 
 
-class CountRequest(Translated):
+class CountRequest(TranslatedRequest):
     """`POST /v1/messages/count_tokens`."""
 
     NAMES = (

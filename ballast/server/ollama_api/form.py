@@ -20,7 +20,13 @@ from ballast.server.ollama_api.records import (
 )
 from ballast.server.openai.forms import Head
 from ballast.server.openai.records import Usage
-from ballast.server.text.output_blocks import Closed, Grown, OutputBlock, OutputBlocks, Step
+from ballast.server.text.output_blocks import (
+    BlockClosedEvent,
+    Grown,
+    OutputBlock,
+    OutputBlocks,
+    Step,
+)
 from ballast.server.text.pieces import OutputPiece
 
 _NANOSECONDS = 1_000_000_000
@@ -125,7 +131,7 @@ class OllamaForm:
         if isinstance(step, Grown) and step.block.call is None and step.fragment:
             thought = step.block.thought
             return self._writer.answer(*(("", (), step.fragment) if thought else (step.fragment,)))
-        if isinstance(step, Closed) and step.block.call is not None:
+        if isinstance(step, BlockClosedEvent) and step.block.call is not None:
             return self._writer.answer(calls=[_call(step.block)])
         return None
 

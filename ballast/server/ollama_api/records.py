@@ -57,7 +57,7 @@ class GenerateAnswer(OllamaTimings, kw_only=True, omit_defaults=True):
     done_reason: str | None = None
 
 
-class Embedded(msgspec.Struct):
+class EmbedAnswer(msgspec.Struct):
     """Answer of `/api/embed`."""
 
     model: str

@@ -16,7 +16,7 @@ from ballast.server.conversation import MOST_MESSAGES, Message
 from ballast.server.http.fields import FINITE, MOST_INPUTS, Body, Penalty, Stop, Text, at_most
 from ballast.server.openai.request import ChatRequest, CompletionRequest
 from ballast.server.openai.text_request import EmbeddingRequest
-from ballast.server.openai.translation import Renaming, json_schema, refuse, tool_call, turn
+from ballast.server.openai.translation import OwnFieldNames, json_schema, refuse, tool_call, turn
 from ballast.server.tools.request import MOST_FUNCTIONS
 
 LATEST = ":latest"
@@ -61,7 +61,7 @@ class OllamaOptions(BaseModel):
         }
 
 
-class Asking(Body, Renaming):
+class GenerationRequest(Body, OwnFieldNames):
     """What requests that generate have in common."""
 
     NAMES: ClassVar[Sequence[tuple[str, str]]] = (
@@ -123,7 +123,7 @@ class OllamaTurn(BaseModel):
     tool_name: Text | None = None
 
 
-class OllamaChatRequest(Asking):
+class OllamaChatRequest(GenerationRequest):
     """`POST /api/chat`."""
 
     messages: Annotated[list[OllamaTurn], Field(fail_fast=True), at_most(MOST_MESSAGES)] = Field(
@@ -175,7 +175,7 @@ def _earlier_call(call: dict[str, Any], field: str, id: str) -> dict[str, Any]:
     return tool_call(id, name, json.dumps(arguments))
 
 
-class OllamaGenerateRequest(Asking):
+class OllamaGenerateRequest(GenerationRequest):
     """`POST /api/generate`."""
 
     prompt: Text = ""

@@ -39,7 +39,7 @@ from ballast.server.openai.records import (
     Usage,
 )
 from ballast.server.openai.request import GenerateRequest
-from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, ScoredToken
 from ballast.server.text.tokenizer import Tokenizer
 from ballast.server.tools.delta import Began
 
@@ -157,7 +157,7 @@ class _Chunks:
     def held(self) -> int:
         return self._collected.held
 
-    def _add_scores(self, choice: CollectedChoice, scored: Iterable[Scored]) -> None:
+    def _add_scores(self, choice: CollectedChoice, scored: Iterable[ScoredToken]) -> None:
         """Encode the scores of a piece of a whole answer."""
         raise NotImplementedError
 
@@ -234,7 +234,7 @@ class ChatForm(_Chunks):
         scored = [s for piece in pieces for s in piece.scored]
         return ChatLogprobs(token_logprobs(scored, self._alternatives, self._tokenizer))
 
-    def _add_scores(self, choice: CollectedChoice, scored: Iterable[Scored]) -> None:
+    def _add_scores(self, choice: CollectedChoice, scored: Iterable[ScoredToken]) -> None:
         alternatives = self._alternatives or 0
         choice.scores[0].extend(token_logprobs(scored, alternatives, self._tokenizer))
 
@@ -283,13 +283,13 @@ class TextForm(_Chunks):
         tokens, logprobs, top, offsets = self._columns(s for p in pieces for s in p.scored)
         return TextLogprobs(tokens, logprobs, top if self._alternatives else None, offsets)
 
-    def _add_scores(self, choice: CollectedChoice, scored: Iterable[Scored]) -> None:
+    def _add_scores(self, choice: CollectedChoice, scored: Iterable[ScoredToken]) -> None:
         columns: tuple[list[Any], ...] = self._columns(scored)
         for encoded, values in zip(choice.scores, columns, strict=True):
             encoded.extend(values)
 
     def _columns(
-        self, scored: Iterable[Scored]
+        self, scored: Iterable[ScoredToken]
     ) -> tuple[list[str], list[float | None], list[dict[str, float] | None], list[int]]:
         """Convert scored tokens to the arrays of `TextLogprobs`."""
         scored = list(scored)
@@ -300,7 +300,7 @@ class TextForm(_Chunks):
             [s.at for s in scored],
         )
 
-    def _top(self, scored: Scored) -> dict[str, float] | None:
+    def _top(self, scored: ScoredToken) -> dict[str, float] | None:
         """Return the alternatives and the token itself; of tokens with equal texts, the
         likeliest."""
         if scored.logprob is None:
@@ -313,7 +313,7 @@ class TextForm(_Chunks):
 
 
 def token_logprobs(
-    scored: Iterable[Scored], alternatives: int, tokenizer: Tokenizer
+    scored: Iterable[ScoredToken], alternatives: int, tokenizer: Tokenizer
 ) -> list[TokenLogprob]:
     """Convert scored tokens to records with `alternatives` each, as chat completions and responses
     have them."""

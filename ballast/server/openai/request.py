@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Sampled(Body):
+class SampledRequest(Body):
     """How tokens are chosen, and what else all requests that generate have in common. None stands
     for the default."""
 
@@ -64,7 +64,7 @@ class Sampled(Body):
     user: Text | None = None
 
 
-class _Generate(Sampled):
+class _Generate(SampledRequest):
     """Fields that chat and text completions have in common."""
 
     max_tokens: _Most | None = None

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from ballast.core.errors import InvalidRequest, RequestError
 from ballast.server.conversation import Message
 from ballast.server.http.faults import Fault
-from ballast.server.openai.request import ChatRequest, Sampled
+from ballast.server.openai.request import ChatRequest, SampledRequest
 
 
-class Renaming:
+class OwnFieldNames:
     """A request whose errors name the fields of its own API."""
 
     NAMES: ClassVar[Sequence[tuple[str, str]]] = ()
@@ -44,7 +44,7 @@ class Renaming:
         return field
 
 
-class Translated(Sampled, Renaming):
+class TranslatedRequest(SampledRequest, OwnFieldNames):
     """A request of another API. Fields for sampling are spelled as in chat completions."""
 
     NAMES: ClassVar[Sequence[tuple[str, str]]] = ()
@@ -59,7 +59,7 @@ class Translated(Sampled, Renaming):
 
         Nothing is validated again: all values have been checked as part of this request.
         """
-        alike = {name: getattr(self, name) for name in Translated.model_fields}
+        alike = {name: getattr(self, name) for name in TranslatedRequest.model_fields}
         return kind.model_construct(**alike, **fields)
 
 

@@ -42,7 +42,13 @@ from ballast.server.responses_api.records import (
     TextDelta,
     TextDone,
 )
-from ballast.server.text.output_blocks import Grown, Opened, OutputBlock, OutputBlocks, Step
+from ballast.server.text.output_blocks import (
+    BlockOpenedEvent,
+    Grown,
+    OutputBlock,
+    OutputBlocks,
+    Step,
+)
 from ballast.server.text.pieces import OutputPiece
 
 _Code = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
@@ -194,7 +200,7 @@ class ResponseForm:
     def _of_step(self, step: Step) -> Iterator[bytes]:
         block = step.block
         where = {"item_id": self._id(block), "output_index": block.index}
-        if isinstance(step, Opened):
+        if isinstance(step, BlockOpenedEvent):
             item = self._made(block, "in_progress")
             yield self._event("response.output_item.added", ItemEvent, block.index, item)
             if block.call is None:

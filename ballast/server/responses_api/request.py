@@ -25,7 +25,7 @@ from ballast.server.http.fields import MOST_TOP, Text, at_most
 from ballast.server.http.json_response import encode
 from ballast.server.openai.request import ChatRequest
 from ballast.server.openai.translation import (
-    Translated,
+    TranslatedRequest,
     function_tool,
     json_schema,
     readable,
@@ -212,7 +212,7 @@ class ReasoningSettings(BaseModel):
     effort: Annotated[Text, Field(max_length=32)] | None = None
 
 
-class ResponsesRequest(Translated):
+class ResponsesRequest(TranslatedRequest):
     """`POST /v1/responses`."""
 
     NAMES = (

@@ -22,7 +22,7 @@ from ballast.server.http.json_response import encode
 from ballast.server.http.request_context import RequestContext, context_of
 from ballast.server.http.sliced_response import SLICE_BYTES, SlicedResponse, slices
 from ballast.server.http.sse import ClientGone, EventStream, comment, unless_gone
-from ballast.server.model_loads import ModelLoad
+from ballast.server.model_loads import PendingLoad
 from ballast.server.openai.forms import Form, Head, stream_failed
 from ballast.server.openai.request import ChatRequest, GenerateRequest
 from ballast.server.service import Service
@@ -107,7 +107,7 @@ async def _begin(
 
 
 async def _after_load(
-    service: Service, asked: Asked, load: ModelLoad, context: RequestContext
+    service: Service, asked: Asked, load: PendingLoad, context: RequestContext
 ) -> AsyncIterator[bytes]:
     """Yield comments until the model has been loaded, and then the events of the stream."""
     while not await service.loads.wait(load, 0.0):

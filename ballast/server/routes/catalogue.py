@@ -11,7 +11,7 @@ from ballast.core.model import ModelSpec
 from ballast.core.view import Residency
 from ballast.fleet.twins import base_of
 from ballast.server.http.request_context import Caller
-from ballast.server.model_loads import ModelLoad
+from ballast.server.model_loads import PendingLoad
 from ballast.server.openai.records import Model, ModelStatus, RunningModel
 from ballast.server.service import Service
 
@@ -128,7 +128,7 @@ def _serving(service: Service, spec: ModelSpec, name: str, residencies: Mapping[
     )
 
 
-def _awaited(service: Service, load: ModelLoad, name: str) -> Model:
+def _awaited(service: Service, load: PendingLoad, name: str) -> Model:
     """Describe a model that has not been loaded yet, or an adapter of one."""
     own = name in (load.name, *load.settings.aliases)
     return Model(

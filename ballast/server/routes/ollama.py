@@ -29,7 +29,7 @@ from ballast.server.ollama_api.catalogue import NEVER, details, family_of, shown
 from ballast.server.ollama_api.form import AnswerWriter, OllamaForm, line, line_failed, stamp
 from ballast.server.ollama_api.records import (
     ChatAnswer,
-    Embedded,
+    EmbedAnswer,
     GenerateAnswer,
     LoadedModel,
     LoadedModels,
@@ -40,9 +40,9 @@ from ballast.server.ollama_api.records import (
 )
 from ballast.server.ollama_api.request import (
     LATEST,
-    Asking,
     EmbeddingsRequest,
     EmbedRequest,
+    GenerationRequest,
     NamedRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -96,7 +96,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
 
 
 def _writer(
-    service: Service, body: Asking, context: RequestContext, *, chats: bool
+    service: Service, body: GenerationRequest, context: RequestContext, *, chats: bool
 ) -> AnswerWriter:
     """Check fields, and make what writes the answer, by the name that the client has used."""
     service.check_fields(body)
@@ -107,7 +107,11 @@ def _writer(
 
 
 async def _answer(
-    service: Service, body: Asking, wanted: GenerateRequest, writer: AnswerWriter, request: Request
+    service: Service,
+    body: GenerationRequest,
+    wanted: GenerateRequest,
+    writer: AnswerWriter,
+    request: Request,
 ) -> Response:
     asked = Asked(
         wanted,
@@ -131,7 +135,7 @@ async def _arrived(service: Service, name: str, request: Request) -> ModelSpec |
 
 
 async def _loaded(
-    service: Service, body: Asking, writer: AnswerWriter, request: Request
+    service: Service, body: GenerationRequest, writer: AnswerWriter, request: Request
 ) -> Response:
     """Answer a request without a prompt, by which Ollama's clients load a model, or unload it with
     a `keep_alive` of 0."""
@@ -147,7 +151,7 @@ async def _loaded(
 def _add_embedding(app: FastAPI, service: Service) -> None:
     """Add `/api/embed`, and `/api/embeddings` of earlier clients."""
 
-    @app.post("/api/embed", responses=OLLAMA_ERRORS | responses_of(Embedded))
+    @app.post("/api/embed", responses=OLLAMA_ERRORS | responses_of(EmbedAnswer))
     async def embed(body: EmbedRequest, request: Request) -> Response:
         began = service.clock.now()
         service.check_fields(body)
@@ -156,7 +160,7 @@ def _add_embedding(app: FastAPI, service: Service) -> None:
             return Response(status_code=499)  # nobody reads it
         vectors, tokens = found
         taken = round((service.clock.now() - began) * 1e9)
-        return answered(Embedded(body.model, vectors, taken, 0, tokens))
+        return answered(EmbedAnswer(body.model, vectors, taken, 0, tokens))
 
     @app.post("/api/embeddings", responses=OLLAMA_ERRORS | responses_of(OneEmbedding))
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:

@@ -24,7 +24,7 @@ from ballast.server.observe.recent_requests import RequestList
 from ballast.server.observe.server_state import ServerNow
 from ballast.server.ollama_api.records import (
     ChatAnswer,
-    Embedded,
+    EmbedAnswer,
     GenerateAnswer,
     LoadedModels,
     ModelTags,
@@ -73,7 +73,7 @@ _ANSWERS = (
     OllamaErrorBody,
     ChatAnswer,
     GenerateAnswer,
-    Embedded,
+    EmbedAnswer,
     OneEmbedding,
     LoadedModels,
     ModelTags,

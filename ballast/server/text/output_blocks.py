@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, ScoredToken
 from ballast.server.tools.delta import Arguments, Began, Content, Thought
 
 FRAGMENT_BYTES = 60
@@ -40,7 +40,7 @@ class OutputBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class BlockOpenedEvent:
     block: OutputBlock
 
 
@@ -49,17 +49,17 @@ class Grown:
     block: OutputBlock
     fragment: str
     """Added text; may be empty where tokens are scored."""
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class BlockClosedEvent:
     block: OutputBlock
     last: bool
     """Whether the output ends with this block."""
 
 
-Step = Opened | Grown | Closed
+Step = BlockOpenedEvent | Grown | BlockClosedEvent
 
 
 class OutputBlocks:
@@ -71,7 +71,7 @@ class OutputBlocks:
         self.held = 0
         """Bytes that the blocks' texts take, about."""
         self._open: OutputBlock | None = None
-        self._scored: list[Scored] = []
+        self._scored: list[ScoredToken] = []
         """Scored tokens whose text is still held back; they are added with the text."""
 
     def push(self, piece: OutputPiece) -> Iterator[Step]:
@@ -101,7 +101,7 @@ class OutputBlocks:
         yield from self._close(last=False)
         self._open = OutputBlock(len(self.blocks), call, thought)
         self.blocks.append(self._open)
-        yield Opened(self._open)
+        yield BlockOpenedEvent(self._open)
 
     def _grow(self, fragment: str) -> Iterator[Step]:
         block = self._open
@@ -117,4 +117,4 @@ class OutputBlocks:
     def _close(self, *, last: bool) -> Iterator[Step]:
         block, self._open = self._open, None
         if block is not None:
-            yield Closed(block, last)
+            yield BlockClosedEvent(block, last)

@@ -11,7 +11,7 @@ from ballast.server.tools.delta import Arguments, Began, Content, Delta, Thought
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredToken:
     """A token with its log-probability."""
 
     token: int
@@ -31,7 +31,7 @@ class OutputPiece:
     text: str
     """Text; empty for an incomplete character, or while it is held back as a possible stop
     string."""
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
     """Scored tokens; empty where no log-probabilities are requested."""
     deltas: tuple[Delta, ...] = ()
     """Text, reasoning and tool calls in the order of the output; empty where there is text

@@ -29,9 +29,9 @@ from ballast.weights.quantisation.config import (
     Quantisation,
     read_quantisation,
 )
-from ballast.weights.stored_tensor import Packing, Stored
+from ballast.weights.stored_tensor import Packing, StoredTensor
 
-Find = Callable[[str], Stored | None]
+Find = Callable[[str], StoredTensor | None]
 """Finds a tensor of the checkpoint by name."""
 _MOST_BYTES = 1 << 20
 
@@ -43,11 +43,11 @@ class Format(NamedTuple):
     """End of the name of the tensor with a matrix's codes."""
     dtypes: tuple[str, ...]
     """Dtypes of that tensor."""
-    matrix: Callable[[Stored, Find, Quantisation], Stored | None]
+    matrix: Callable[[StoredTensor, Find, Quantisation], StoredTensor | None]
     """Makes the matrix of codes; None: the tensor is none. Raises CheckpointError."""
 
 
-def _gptq(codes: Stored, find: Find, given: Quantisation) -> Stored:
+def _gptq(codes: StoredTensor, find: Find, given: Quantisation) -> StoredTensor:
     """GPTQ: words of codes of consecutive inputs, (k / codes, n)."""
     stem = codes.name.removesuffix("qweight")
     scales, zeros = _part(codes, find, stem + "scales"), _part(codes, find, stem + "qzeros")
@@ -70,7 +70,7 @@ def _gptq(codes: Stored, find: Find, given: Quantisation) -> Stored:
     return _matrix(codes, f"{stem}weight", f"GPTQ int{bits}", (n, k), packing)
 
 
-def _awq(codes: Stored, find: Find, given: Quantisation) -> Stored:
+def _awq(codes: StoredTensor, find: Find, given: Quantisation) -> StoredTensor:
     """AWQ: words of codes of eight outputs, (k, n / 8)."""
     stem = codes.name.removesuffix("qweight")
     scales, zeros = _part(codes, find, stem + "scales"), _part(codes, find, stem + "qzeros")
@@ -84,7 +84,7 @@ def _awq(codes: Stored, find: Find, given: Quantisation) -> Stored:
     return _matrix(codes, f"{stem}weight", "AWQ int4", (n, k), packing)
 
 
-def _compressed(codes: Stored, find: Find, given: Quantisation) -> Stored:
+def _compressed(codes: StoredTensor, find: Find, given: Quantisation) -> StoredTensor:
     """compressed-tensors, packed: words of codes of consecutive inputs, (n, k / codes)."""
     stem = codes.name.removesuffix("_packed")
     scales, shape = _part(codes, find, stem + "_scale"), _part(codes, find, stem + "_shape")
@@ -116,7 +116,7 @@ def _compressed(codes: Stored, find: Find, given: Quantisation) -> Stored:
     return _matrix(codes, stem, f"int{bits}", (n, k), packing)
 
 
-def _scaled(codes: Stored, find: Find, given: Quantisation) -> Stored | None:
+def _scaled(codes: StoredTensor, find: Find, given: Quantisation) -> StoredTensor | None:
     """Bytes, int8 or float8, with scales of rows, blocks, groups, or of all: (n, k)."""
     names = ("_scale", "_scale_inv", "SCB")
     ends = [codes.name.removesuffix("weight") + n if n == "SCB" else codes.name + n for n in names]
@@ -141,7 +141,7 @@ def _scaled(codes: Stored, find: Find, given: Quantisation) -> Stored | None:
     return _matrix(codes, codes.name, name, (n, k), packing)
 
 
-def _scale_block(codes: Stored, scales: Stored, given: Quantisation) -> tuple[int, int]:
+def _scale_block(codes: StoredTensor, scales: StoredTensor, given: Quantisation) -> tuple[int, int]:
     """Return how many outputs and inputs share a scale."""
     n, k = codes.shape
     shape = scales.shape if len(scales.shape) == 2 else (*scales.shape, 1, 1)[:2]
@@ -156,7 +156,7 @@ def _scale_block(codes: Stored, scales: Stored, given: Quantisation) -> tuple[in
     raise scales.error(f"{scales.shape} scales are not those of a matrix of {codes.shape}")
 
 
-def _four_bits(codes: Stored, find: Find, given: Quantisation) -> Stored | None:
+def _four_bits(codes: StoredTensor, find: Find, given: Quantisation) -> StoredTensor | None:
     """bitsandbytes, 4 bits: bytes of two codes, of blocks in row-major order."""
     for kind in ("nf4", "fp4"):
         state = find(f"{codes.name}.quant_state.bitsandbytes__{kind}")
@@ -190,7 +190,7 @@ def _four_bits(codes: Stored, find: Find, given: Quantisation) -> Stored | None:
     return _matrix(codes, codes.name, kind.upper(), (n, k), packing)
 
 
-def _mxfp4(codes: Stored, find: Find, given: Quantisation) -> Stored | None:
+def _mxfp4(codes: StoredTensor, find: Find, given: Quantisation) -> StoredTensor | None:
     """MXFP4 of GPT-OSS: each expert's matrix (n, k / 32 blocks, 16 bytes); (experts, k, n)."""
     stem = codes.name.removesuffix("_blocks")
     scales = find(f"{stem}_scales")
@@ -216,7 +216,7 @@ FORMATS = {
 }
 
 
-def with_matrices(stored: Mapping[str, Stored], directory: Path) -> dict[str, Stored]:
+def with_matrices(stored: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors with quantised matrices by the names of their weights.
 
     Raises UnsupportedModel for a method that is not known, CheckpointError for tensors that do not
@@ -233,10 +233,10 @@ def with_matrices(stored: Mapping[str, Stored], directory: Path) -> dict[str, St
     return found
 
 
-def matrices_in(stored: Mapping[str, Stored], given: Quantisation) -> dict[str, Stored]:
+def matrices_in(stored: Mapping[str, StoredTensor], given: Quantisation) -> dict[str, StoredTensor]:
     """Return tensors with those of matrices of the quantisation `given` replaced by one each, if
     there are any; scales and the like stay. Raises CheckpointError as `with_matrices`."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         matrix = _first_match(tensor, stored, given)
         if matrix is None:
@@ -247,8 +247,8 @@ def matrices_in(stored: Mapping[str, Stored], given: Quantisation) -> dict[str, 
 
 
 def _first_match(
-    tensor: Stored, stored: Mapping[str, Stored], given: Quantisation
-) -> Stored | None:
+    tensor: StoredTensor, stored: Mapping[str, StoredTensor], given: Quantisation
+) -> StoredTensor | None:
     for name in given.formats:
         known = FORMATS[name]
         if tensor.name.endswith(known.suffix) and tensor.dtype in known.dtypes:
@@ -258,7 +258,9 @@ def _first_match(
     return None
 
 
-def input_order(index: Stored, k: int, group: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def input_order(
+    index: StoredTensor, k: int, group: int
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Return the inputs of a matrix by their groups, and within these as they are.
 
     Raises CheckpointError unless all groups are full, except the last.
@@ -272,7 +274,7 @@ def input_order(index: Stored, k: int, group: int) -> np.ndarray[tuple[int], np.
     return np.argsort(groups, kind="stable").astype(np.int32)
 
 
-def _order(index: Stored, k: int, group: int) -> str:
+def _order(index: StoredTensor, k: int, group: int) -> str:
     """Return a digest of the order of inputs by their groups; empty if it is as they are."""
     order = input_order(index, k, group)
     if (order == np.arange(k)).all():
@@ -281,31 +283,31 @@ def _order(index: Stored, k: int, group: int) -> str:
 
 
 def _matrix(
-    codes: Stored, name: str, dtype: str, shape: tuple[int, ...], packing: Packing
-) -> Stored:
-    return Stored(codes.path, name, dtype, shape, codes.start, codes.n_bytes, packing=packing)
+    codes: StoredTensor, name: str, dtype: str, shape: tuple[int, ...], packing: Packing
+) -> StoredTensor:
+    return StoredTensor(codes.path, name, dtype, shape, codes.start, codes.n_bytes, packing=packing)
 
 
-def _part(codes: Stored, find: Find, name: str) -> Stored:
+def _part(codes: StoredTensor, find: Find, name: str) -> StoredTensor:
     found = find(name)
     if found is None:
         raise codes.error(f"it is quantised, and its {name} is missing")
     return found
 
 
-def _two(stored: Stored) -> tuple[int, int]:
+def _two(stored: StoredTensor) -> tuple[int, int]:
     if len(stored.shape) != 2 or not all(stored.shape):
         raise stored.error(f"it has shape {stored.shape}, not two dimensions")
     return stored.shape[0], stored.shape[1]
 
 
-def _dtype(scales: Stored) -> str:
+def _dtype(scales: StoredTensor) -> str:
     if scales.dtype not in SCALES:
         raise scales.error(f"scales in {scales.dtype} are not among {', '.join(SCALES)}")
     return scales.dtype
 
 
-def _group(codes: Stored, k: int, groups: int, stated: int | None) -> int:
+def _group(codes: StoredTensor, k: int, groups: int, stated: int | None) -> int:
     """Return the inputs of a group."""
     for group in (stated, ceil_div(k, groups)):
         if group and ceil_div(k, group) == groups:
@@ -318,7 +320,7 @@ def _span(k: int, group: int, groups: int) -> int:
     return ceil_div(k, BLOCK) * BLOCK if groups == 1 else group
 
 
-def _bytes(stored: Stored) -> bytes:
+def _bytes(stored: StoredTensor) -> bytes:
     if stored.n_bytes > _MOST_BYTES:
         raise stored.error(f"it has more than {_MOST_BYTES} bytes")
     with stored.path.open("rb") as file:
@@ -326,12 +328,12 @@ def _bytes(stored: Stored) -> bytes:
         return file.read(stored.n_bytes)
 
 
-def _array(stored: Stored) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _array(stored: StoredTensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     kind = {"I32": "<i4", "I64": "<i8"}.get(stored.dtype)
     if kind is None:
         raise stored.error(f"it is in {stored.dtype}, not in integers")
     return np.frombuffer(_bytes(stored), kind).astype(np.int64)
 
 
-def _numbers(stored: Stored) -> tuple[int, ...]:
+def _numbers(stored: StoredTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in _array(stored))

@@ -14,9 +14,9 @@ from ballast.kernels.panel_forms import PanelForm, form_of_name
 from ballast.kernels.quantised import PackedRows
 from ballast.weights.quantisation.config import AWQ, GPTQ, MXFP4, NF4, PACKED, SCALED
 from ballast.weights.quantisation.formats import input_order
-from ballast.weights.stored_tensor import Packing, Stored
+from ballast.weights.stored_tensor import Packing, StoredTensor
 
-Read = Callable[[Stored], Tensor]
+Read = Callable[[StoredTensor], Tensor]
 """Reads a tensor of the files, in its shape and dtype."""
 
 DTYPES = {
@@ -33,7 +33,7 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Which of eight outputs a word has, from its lowest bits on."""
 
 
-def rows_of(matrix: Stored, read: Read) -> PackedRows:
+def rows_of(matrix: StoredTensor, read: Read) -> PackedRows:
     """Take the rows of one matrix apart: those that are stored, where it is `transposed`."""
     packing = matrix.packing
     assert packing is not None, "a matrix of one tensor"

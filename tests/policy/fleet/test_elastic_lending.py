@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from ballast.core.cost import Traffic
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetDecision,
     FleetView,
-    Hosting,
     LeaseView,
     LendPages,
-    Need,
+    ModelDemand,
+    ModelLoad,
     RecallPages,
-    Room,
 )
 from ballast.policy.fleet.elastic_lending import ElasticLending
 from ballast.policy.presets import resolve
 
 PAGE = 1024
-NEEDS = (Need("m", 0, 0, kv_bytes_per_token=64, block_tokens=16),)
+NEEDS = (ModelDemand("m", 0, 0, kv_bytes_per_token=64, block_tokens=16),)
 """A page is a block of 16 tokens."""
 
 
@@ -36,7 +36,7 @@ def device(
     mean: int = 0,
 ) -> DeviceLoad:
     """`tokens`: of all that wait."""
-    hosting = Hosting(
+    hosting = ModelLoad(
         "m",
         0.0,
         waiting,
@@ -49,7 +49,7 @@ def device(
         lacking_tokens=tokens,
         longest_tokens=longest,
     )
-    return DeviceLoad(Room(name, 100 * PAGE), (hosting,), PAGE, 100, free)
+    return DeviceLoad(DeviceCapacity(name, 100 * PAGE), (hosting,), PAGE, 100, free)
 
 
 def view(now: float, *devices: DeviceLoad, leases: Sequence[LeaseView] = ()) -> FleetView:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetAction,
     FleetView,
-    Hosting,
     LeaseView,
     LendPages,
-    Need,
+    ModelDemand,
+    ModelLoad,
     Place,
     RecallPages,
-    Room,
     Withdraw,
 )
 from ballast.core.price_curve import POINTS, PriceCurve, curve_points
@@ -34,15 +34,17 @@ STARVED = PriceCurve(100, ((-60, 1e-4), (0, 1e-2)), link=1e-5)
 IDLE = PriceCurve(0, ((50, 0.0), (90, 1e-3)))
 
 
-def device(name: str, prices: PriceCurve | None, *hosting: Hosting, total: int = 200) -> DeviceLoad:
-    return DeviceLoad(Room(name, total * PAGE), hosting, PAGE, total, prices=prices)
+def device(
+    name: str, prices: PriceCurve | None, *hosting: ModelLoad, total: int = 200
+) -> DeviceLoad:
+    return DeviceLoad(DeviceCapacity(name, total * PAGE), hosting, PAGE, total, prices=prices)
 
 
 def view(*devices: DeviceLoad, now: float = 0.0, leases: Sequence[LeaseView] = ()) -> FleetView:
     names = [d.name for d in devices]
     pairs = tuple((a, b) for a in names for b in names if a != b)
     models = {h.model for d in devices for h in d.hosting}
-    needs = tuple(Need(m, 20 * PAGE, 10 * PAGE) for m in sorted(models))
+    needs = tuple(ModelDemand(m, 20 * PAGE, 10 * PAGE) for m in sorted(models))
     return FleetView(now, devices, needs, tuple(leases), pairs)
 
 
@@ -128,8 +130,8 @@ def test_pages_go_home_that_their_borrower_has_had_no_use_for() -> None:
     assert not again.memo.needless
 
 
-def hosted(model: str, **more: float) -> Hosting:
-    return Hosting(model, 0.1, 3, 0, weights=10 * PAGE, kv_pages=10)._replace(**more)  # type: ignore[arg-type]
+def hosted(model: str, **more: float) -> ModelLoad:
+    return ModelLoad(model, 0.1, 3, 0, weights=10 * PAGE, kv_pages=10)._replace(**more)  # type: ignore[arg-type]
 
 
 def test_a_model_moves_where_its_pages_cost_less_than_they_avoid() -> None:
@@ -159,7 +161,7 @@ def test_what_a_move_to_another_host_avoids_counts_once_its_weights_are_there() 
     hosts = {"a": "1", "b": "1", "c": "2"}
     full = PriceCurve(0, ((15, 0.0),))
 
-    def moves(b: PriceCurve, seconds: float, *there: Hosting) -> tuple[str, str] | None:
+    def moves(b: PriceCurve, seconds: float, *there: ModelLoad) -> tuple[str, str] | None:
         seen = view(
             device("a", crowded, hosted("y", kv_pages=60)),
             device("b", b),

@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.core.units import GiB
 from ballast.policy.fleet.initial_placement import spread
 
-ROOMS = [Room(f"d{i}", 80 * GiB, "big") for i in range(4)]
+ROOMS = [DeviceCapacity(f"d{i}", 80 * GiB, "big") for i in range(4)]
 
 
-def need(model: str, size: int, work: float = 0.0) -> Need:
-    return Need(model, (size + 2) * GiB, size * GiB, {"big": work})
+def need(model: str, size: int, work: float = 0.0) -> ModelDemand:
+    return ModelDemand(model, (size + 2) * GiB, size * GiB, {"big": work})
 
 
 def test_equal_models_are_spread_evenly() -> None:
@@ -39,7 +39,7 @@ def test_busy_models_do_not_share_a_device_while_another_is_idle() -> None:
 
 
 def test_a_model_goes_where_it_fits() -> None:
-    rooms = [Room("small", 24 * GiB, "little"), Room("large", 80 * GiB, "big")]
+    rooms = [DeviceCapacity("small", 24 * GiB, "little"), DeviceCapacity("large", 80 * GiB, "big")]
     assert spread([need("m", 30)], rooms) == {"m": ["large"]}
 
 
@@ -73,15 +73,20 @@ def test_no_more_devices_than_there_are() -> None:
 
 def test_slow_devices_count_for_less() -> None:
     """Two slow ones, each of which it would fill 1.4 times, beside one it would fill to 0.9."""
-    rooms = [*(Room(f"s{i}", 80 * GiB, "slow") for i in range(2)), Room("f", 80 * GiB, "fast")]
-    hot = Need("hot", GiB, GiB, {"slow": 1.4, "fast": 0.9})
-    cold = [Need(f"cold{i}", GiB, GiB) for i in range(3)]
+    rooms = [
+        *(DeviceCapacity(f"s{i}", 80 * GiB, "slow") for i in range(2)),
+        DeviceCapacity("f", 80 * GiB, "fast"),
+    ]
+    hot = ModelDemand("hot", GiB, GiB, {"slow": 1.4, "fast": 0.9})
+    cold = [ModelDemand(f"cold{i}", GiB, GiB) for i in range(3)]
     assert len(spread([hot, *cold], rooms)["hot"]) == 2
 
 
 def test_copies_follow_the_busiest_seconds_and_not_the_mean() -> None:
-    bursty = Need("bursty", GiB, GiB, {"big": 0.1}, peak={"big": 1.8})
-    steady = [Need(f"steady{i}", GiB, GiB, {"big": 0.3}, peak={"big": 0.4}) for i in range(4)]
+    bursty = ModelDemand("bursty", GiB, GiB, {"big": 0.1}, peak={"big": 1.8})
+    steady = [
+        ModelDemand(f"steady{i}", GiB, GiB, {"big": 0.3}, peak={"big": 0.4}) for i in range(4)
+    ]
     homes = spread([bursty, *steady], ROOMS)
     assert len(homes["bursty"]) == 3
     assert all(len(homes[need.model]) == 1 for need in steady)
@@ -91,7 +96,9 @@ def test_copies_follow_the_busiest_seconds_and_not_the_mean() -> None:
 
 def test_devices_without_a_model_serve_the_busiest() -> None:
     hot, warm = need("hot", 10, 0.4), need("warm", 10, 0.3)
-    homes = spread([hot, warm, need("never asked", 10)], [*ROOMS, Room("d4", 80 * GiB, "big")])
+    homes = spread(
+        [hot, warm, need("never asked", 10)], [*ROOMS, DeviceCapacity("d4", 80 * GiB, "big")]
+    )
     assert [len(homes[m]) for m in ("hot", "warm", "never asked")] == [2, 2, 1]
     assert {d for on in homes.values() for d in on} == {*(r.device for r in ROOMS), "d4"}
     # Where nothing is known of the load, nobody needs a second device.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ballast.core.errors import ConfigError
-from ballast.core.fleet import Need, Room
+from ballast.core.fleet import DeviceCapacity, ModelDemand
 from ballast.policy.fleet.link_aware import LinkAware
 from ballast.policy.fleet.replica_choice import LinkUse, Replica
 
@@ -59,8 +59,8 @@ def test_without_knowledge_of_the_link_load_decides() -> None:
 
 
 def test_every_device_with_room_for_its_kv_can_serve_a_model() -> None:
-    rooms = [Room("large", 100), Room("small", 10)]
-    homes = LinkAware().place([Need("m", 10, 90), Need("n", 11, 5)], rooms)
+    rooms = [DeviceCapacity("large", 100), DeviceCapacity("small", 10)]
+    homes = LinkAware().place([ModelDemand("m", 10, 90), ModelDemand("n", 11, 5)], rooms)
     assert homes == {"m": ["large", "small"], "n": ["large"]}
     with pytest.raises(ConfigError, match="missing"):
-        LinkAware().place([Need("m", 101, 5)], rooms)
+        LinkAware().place([ModelDemand("m", 101, 5)], rooms)

@@ -10,32 +10,34 @@ from hypothesis import strategies as st
 
 from ballast.core.cost import Traffic
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetAction,
     FleetView,
-    Hosting,
-    Need,
+    ModelDemand,
+    ModelLoad,
     Place,
-    Room,
 )
 from ballast.core.units import GiB
 from ballast.policy.fleet.migrate import LeastPressure
 
-NEEDS = tuple(Need(m, 10 * GiB, 8 * GiB, kv_bytes_per_token=1 << 20, tpot=0.1) for m in "abcd")
+NEEDS = tuple(
+    ModelDemand(m, 10 * GiB, 8 * GiB, kv_bytes_per_token=1 << 20, tpot=0.1) for m in "abcd"
+)
 Asked = Mapping[str, float]
 """By model: tokens per second."""
 
 
-def hosted(model: str, rate: float, *, open_requests: int = 1, weights: int = 8) -> Hosting:
+def hosted(model: str, rate: float, *, open_requests: int = 1, weights: int = 8) -> ModelLoad:
     traffic = Traffic(rate / 100, 60, 40)
-    return Hosting(model, 0.1, open_requests, 0, weights * GiB, traffic=traffic)
+    return ModelLoad(model, 0.1, open_requests, 0, weights * GiB, traffic=traffic)
 
 
 def view(now: float, asked: Mapping[str, Asked], gib: int = 80) -> FleetView:
     """`asked`: by device. Who is asked nothing has no requests, and no weights there."""
     devices = tuple(
         DeviceLoad(
-            Room(device, gib * GiB, "k"),
+            DeviceCapacity(device, gib * GiB, "k"),
             tuple(
                 hosted(m, rate) if rate else hosted(m, 0.0, open_requests=0, weights=0)
                 for m, rate in models.items()

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.core.fleet import (
+    DeviceCapacity,
     DeviceLoad,
     FleetAction,
     FleetView,
-    Hosting,
-    Need,
+    ModelDemand,
+    ModelLoad,
     Place,
-    Room,
     Withdraw,
 )
 from ballast.core.units import GiB
 from ballast.policy.fleet.replicate import ReplicateUnderLoad
 
-NEEDS = tuple(Need(m, 10 * GiB, 8 * GiB) for m in "abc")
+NEEDS = tuple(ModelDemand(m, 10 * GiB, 8 * GiB) for m in "abc")
 
 
 Hosted = Mapping[str, tuple[float, int, int]]
@@ -32,8 +32,8 @@ def view(now: float, hosting: Mapping[str, Hosted]) -> FleetView:
     """`hosting`: by device."""
     devices = tuple(
         DeviceLoad(
-            Room(device, (80 if device != "tiny" else 4) * GiB, "k"),
-            tuple(Hosting(m, *numbers) for m, numbers in models.items()),
+            DeviceCapacity(device, (80 if device != "tiny" else 4) * GiB, "k"),
+            tuple(ModelLoad(m, *numbers) for m, numbers in models.items()),
         )
         for device, models in hosting.items()
     )
@@ -71,11 +71,13 @@ def test_nobody_helps_who_is_behind_or_busy_or_has_no_room() -> None:
 
 def test_no_weights_in_use_make_way() -> None:
     """Of 20 GiB 8 are in use at y, none at z, and the model needs 13."""
-    needs = (Need("a", 13 * GiB, 8 * GiB), *NEEDS[1:])
+    needs = (ModelDemand("a", 13 * GiB, 8 * GiB), *NEEDS[1:])
     devices = (
-        DeviceLoad(Room("x", 20 * GiB), (Hosting("a", 0.9, 9, 1),)),
-        DeviceLoad(Room("y", 20 * GiB), (Hosting("b", 0.1, 1, 0),)),
-        DeviceLoad(Room("z", 20 * GiB), (Hosting("b", 0.1, 0, 0), Hosting("c", 0.0, 0, 0))),
+        DeviceLoad(DeviceCapacity("x", 20 * GiB), (ModelLoad("a", 0.9, 9, 1),)),
+        DeviceLoad(DeviceCapacity("y", 20 * GiB), (ModelLoad("b", 0.1, 1, 0),)),
+        DeviceLoad(
+            DeviceCapacity("z", 20 * GiB), (ModelLoad("b", 0.1, 0, 0), ModelLoad("c", 0.0, 0, 0))
+        ),
     )
     assert said(ReplicateUnderLoad()(FleetView(0.0, devices, needs), None).actions) == [
         ("Place", "a", "z")
@@ -101,9 +103,9 @@ def test_what_is_not_needed_leaves_the_busiest_after_a_while() -> None:
 def test_a_copy_that_never_got_its_weights_goes_first() -> None:
     policy = ReplicateUnderLoad(patience=0.0)
     devices = (
-        DeviceLoad(Room("x", 80 * GiB), (Hosting("a", 0.3, 1, 0, weights=8 * GiB),)),
-        DeviceLoad(Room("y", 80 * GiB), (Hosting("a", 0.0, 0, 0),)),
-        DeviceLoad(Room("z", 80 * GiB), (Hosting("a", 0.1, 0, 0, weights=8 * GiB),)),
+        DeviceLoad(DeviceCapacity("x", 80 * GiB), (ModelLoad("a", 0.3, 1, 0, weights=8 * GiB),)),
+        DeviceLoad(DeviceCapacity("y", 80 * GiB), (ModelLoad("a", 0.0, 0, 0),)),
+        DeviceLoad(DeviceCapacity("z", 80 * GiB), (ModelLoad("a", 0.1, 0, 0, weights=8 * GiB),)),
     )
     assert said(policy(FleetView(0.0, devices, NEEDS), None).actions) == [("Withdraw", "a", "y")]
 
@@ -121,10 +123,10 @@ def test_who_waits_stays_so_one_more_device_is_given_time() -> None:
 
 
 def test_what_is_leaving_still_counts_as_load() -> None:
-    leaving = Hosting("b", 0.5, 6, 0, weights=8 * GiB, homed=False)
+    leaving = ModelLoad("b", 0.5, 6, 0, weights=8 * GiB, homed=False)
     devices = (
-        DeviceLoad(Room("x", 20 * GiB), (Hosting("a", 0.9, 9, 1),)),
-        DeviceLoad(Room("y", 20 * GiB), (leaving,)),
+        DeviceLoad(DeviceCapacity("x", 20 * GiB), (ModelLoad("a", 0.9, 9, 1),)),
+        DeviceLoad(DeviceCapacity("y", 20 * GiB), (leaving,)),
     )
     assert ReplicateUnderLoad()(FleetView(0.0, devices, NEEDS), None).actions == ()
 

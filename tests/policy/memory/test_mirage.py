@@ -10,7 +10,7 @@ from ballast.core.actions import Action, Limit, Preempt, Refuse, Reside
 from ballast.core.rotation import WHOLE, most
 from ballast.core.view import DeviceView, ModelView, Shortage
 from ballast.policy.memory.mirage import Mirage, MirageMemo
-from ballast.policy.memory.recompute import Standing
+from ballast.policy.memory.recompute import PlacesMemo
 from ballast.policy.memory.static import Division
 from ballast.policy.memory.temporal_sharing import ModelTurn
 from ballast.policy.plans import remap
@@ -25,7 +25,7 @@ def memory(
     """Of a device that has been serving: no places are to be given, nobody has just come. `order`:
     of places."""
     among = tuple((name, 1.0) for name in order)
-    standing = Standing(Division(among, SHARES), turn)
+    standing = PlacesMemo(Division(among, SHARES), turn)
     return MirageMemo(standing, frozenset(active), **more)  # type: ignore[arg-type]
 
 

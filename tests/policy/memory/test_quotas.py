@@ -13,7 +13,7 @@ from ballast.core.traffic import PRIOR_OUTPUT, Arrivals, Lengths, TrafficStats
 from ballast.core.view import DeviceView, ModelView, Shortage
 from ballast.policy.memory.quota_steps import Use, next_quotas
 from ballast.policy.memory.quotas import (
-    Adapted,
+    QuotaMemo,
     Quotas,
     Wish,
     divide,
@@ -41,12 +41,12 @@ def limits(decision: Decision) -> dict[str, int | None]:
     return {a.model: a.pages for a in decision.actions if isinstance(a, Limit)}
 
 
-def start(view: DeviceView) -> tuple[DeviceView, Adapted]:
+def start(view: DeviceView) -> tuple[DeviceView, QuotaMemo]:
     """The device once the first decision is done, and what is remembered of it."""
     decision = POLICY(view, None)
     first = limits(decision)
     models = tuple(replace(m, limit=first[m.name]) for m in view.models)
-    assert isinstance(decision.memo, Adapted)
+    assert isinstance(decision.memo, QuotaMemo)
     return replace(view, models=models), decision.memo
 
 
@@ -70,7 +70,7 @@ def test_what_one_model_does_not_use_goes_to_another_that_could() -> None:
     later = replace(view, now=NOW + 5.0)
     found = POLICY(later, memo)
     assert limits(found) == {"a": 68, "b": 8}, "the other keeps what one full context takes"
-    assert isinstance(found.memo, Adapted)
+    assert isinstance(found.memo, QuotaMemo)
     assert found.memo.since == later.now
     assert pages_of(b, [b.spec.max_model_len]) == 8
 
@@ -208,7 +208,7 @@ def test_a_model_of_low_use_gives_a_step_to_one_that_uses_all_of_its_quota() -> 
     found: Decision | None = None
     for i in range(1, 12):
         found = STEPS(replace(view, now=NOW + 5.0 * i), memo)
-        assert isinstance(found.memo, Adapted)
+        assert isinstance(found.memo, QuotaMemo)
         memo = found.memo
         quotas.append(memo.division.pages)
     assert quotas[1] == {"a": 42, "b": 34}, "a tenth of its quota, rounded up"

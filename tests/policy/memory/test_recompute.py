@@ -11,7 +11,7 @@ from ballast.core.view import ModelView, Residency, Shortage
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.memory.kvswap import KvSwap
 from ballast.policy.memory.mirage import Mirage
-from ballast.policy.memory.recompute import Recompute, Standing, pooled
+from ballast.policy.memory.recompute import PlacesMemo, Recompute, pooled
 from ballast.policy.memory.static import Division, FixedShares, shares
 from ballast.policy.memory.temporal_sharing import ModelTurn
 from tests.policy.worlds import device, kind, model, request
@@ -20,8 +20,8 @@ ABSENT = Residency.ABSENT
 AMONG = Division(tuple((name, 1.0) for name in "abc"), dict.fromkeys("abc", 20))
 
 
-def standing(turn: ModelTurn | None = None) -> Standing:
-    return Standing(AMONG, turn)
+def standing(turn: ModelTurn | None = None) -> PlacesMemo:
+    return PlacesMemo(AMONG, turn)
 
 
 def held(actions: object) -> dict[str, bool]:
@@ -78,7 +78,7 @@ def test_a_turn_holds_the_others_back() -> None:
     b, c = model("b", waiting=(request(2),)), model("c")
     decision = Recompute(temporal=1)(device(a, b, c, free=60), standing())
     assert held(decision.actions) == {"b": True, "c": True}
-    assert isinstance(decision.memo, Standing)
+    assert isinstance(decision.memo, PlacesMemo)
     assert decision.memo.turn == ModelTurn("a", 10.0)
 
 
@@ -88,7 +88,7 @@ def test_turns_go_round_in_the_fleets_order() -> None:
     following = {}
     for name, others in {"a": (model("a"), b, c), "b": (a, model("b"), c)}.items():
         memo = Recompute(temporal=1)(device(*others, free=60), standing(ModelTurn(name, 9.0))).memo
-        assert isinstance(memo, Standing)
+        assert isinstance(memo, PlacesMemo)
         following[name] = memo.turn
     assert following == {"a": ModelTurn("b", 10.0, ("a",)), "b": ModelTurn("c", 10.0, ("b",))}
 
@@ -191,7 +191,7 @@ def test_a_preemptive_turn_that_can_run_nothing_ends_early() -> None:
     lack = (Shortage("b", "r2", 4, limited=False),)
     over = PREEMPTIVE(device(a, b, c, free=3, shortages=lack), standing(ModelTurn("b", 9.9)))
     assert held(over.actions) == {"a": False, "b": True}
-    assert isinstance(over.memo, Standing)
+    assert isinstance(over.memo, PlacesMemo)
     assert over.memo.turn == ModelTurn("a", 10.0, ("b",))
     assert over.wake_at == pytest.approx(11.0)
     # Not where there is room by now, nor while pages are on their way.

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballast.server.text.output_blocks import (
-    Closed,
+    BlockClosedEvent,
+    BlockOpenedEvent,
     Grown,
-    Opened,
     OutputBlock,
     OutputBlocks,
     Step,
 )
-from ballast.server.text.pieces import OutputPiece, Scored
+from ballast.server.text.pieces import OutputPiece, ScoredToken
 from ballast.server.tools.delta import Arguments, Began, Content
 from tests.server.tools.test_tools import TOOLS, dialect, written
 
@@ -33,7 +33,7 @@ def steps(*pieces: OutputPiece) -> list[tuple[str, int, str]]:
     for each in pieces:
         for step in blocks.push(each):
             found.append(shown(step))
-            if isinstance(step, Opened):
+            if isinstance(step, BlockOpenedEvent):
                 assert step.block is blocks.blocks[-1]
                 assert step.block.text == ""
     assert blocks.ended
@@ -42,11 +42,11 @@ def steps(*pieces: OutputPiece) -> list[tuple[str, int, str]]:
 
 def shown(step: Step) -> tuple[str, int, str]:
     block: OutputBlock = step.block
-    if isinstance(step, Opened):
+    if isinstance(step, BlockOpenedEvent):
         return "open", block.index, "" if block.call is None else block.call.name
     if isinstance(step, Grown):
         return "grow", block.index, step.fragment
-    assert isinstance(step, Closed)
+    assert isinstance(step, BlockClosedEvent)
     return "last" if step.last else "close", block.index, block.text
 
 
@@ -80,7 +80,7 @@ def test_an_empty_output_is_one_empty_text() -> None:
 
 def test_tokens_are_scored_with_the_text_that_they_end_up_in() -> None:
     """The first is held back; the last has no text."""
-    scores = [Scored(token, 0, -1.0) for token in range(4)]
+    scores = [ScoredToken(token, 0, -1.0) for token in range(4)]
     blocks = OutputBlocks()
     pieces = [
         OutputPiece(0, "", (scores[0],)),
@@ -112,11 +112,11 @@ def test_nothing_is_lost_however_the_text_is_cut(data: st.DataObject) -> None:
     open_now: OutputBlock | None = None
     for each in pieces:
         for step in blocks.push(each):
-            if isinstance(step, Opened):
+            if isinstance(step, BlockOpenedEvent):
                 assert open_now is None
                 open_now = step.block
             assert step.block is open_now
-            if isinstance(step, Closed):
+            if isinstance(step, BlockClosedEvent):
                 open_now = None
     assert open_now is None
     found = [(None if b.call is None else b.call.name, b.text) for b in blocks.blocks]
