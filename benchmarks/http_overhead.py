@@ -11,14 +11,12 @@ cores: what it spends counts against HTTP.
   event, less the time from handing it in to its first token; by pairs, next to each other.
 - `longest_gap_s`: the longest time between two tokens of one of 16 running streams of 110M
   parameters, while another such model is added (POST /admin/models) and, in turns, while none is.
-- `cores`: CPU seconds over wall seconds of each process while streaming.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 import sys
 import tempfile
@@ -44,7 +42,6 @@ from benchmarks.llamas import ADMIN_KEY, LLAMA_6M, LLAMA_110M, TOKENS, make_flee
 from benchmarks.raw_http import Connections, Stream
 
 STREAMS, PROMPT = 16, 32
-THROUGHPUT_GOAL, TTFT_GOAL_MS = 0.95, 3.0
 TTFT_OUTPUT = 2
 HTTP, IN_PROCESS = "http", "in_process"
 
@@ -100,17 +97,12 @@ class There:
     def __init__(self, running: Serving, connections: Connections) -> None:
         self._running, self._connections = running, connections
         self._gap_tokens = GAP_TOKENS
-        self.cores: dict[str, list[dict[str, float]]] = {name: [] for name in OUTPUT_TOKENS}
-        """By model and round, CPU seconds over wall seconds of each process."""
 
     def rate(self, model: str, prompts: Prompts, new_tokens: int) -> float:
         """Tokens per second of all at once."""
-        spent = self._spent()
         began = time.perf_counter()
         streams = self._streams(model, prompts, new_tokens)
         wall = time.perf_counter() - began
-        cores = {name: (after - spent[name]) / wall for name, after in self._spent().items()}
-        self.cores[model].append(cores)
         assert all(s.output_tokens == new_tokens for s in streams)
         return len(prompts) * new_tokens / wall
 
@@ -165,20 +157,6 @@ class There:
         ]
         return self._connections.streams("/v1/completions", bodies)
 
-    def _spent(self) -> dict[str, float]:
-        """CPU seconds so far."""
-        return {
-            "server": cpu_seconds(self._running.pid),
-            "worker": cpu_seconds(self._running.worker),
-            "client": time.process_time(),
-        }
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, user and system."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -204,12 +182,10 @@ def measure(
             shape.rounds,
             warmup=1,
         )
-        cores = there.cores[name][1:]
         found["models"][name] = {
             "output_tokens": new,
             "throughput_ratio": rates[HTTP].over(rates[IN_PROCESS]).to_json(),
             "tokens_per_second": {which: taken.to_json() for which, taken in rates.items()},
-            "cores": {who: Samples(tuple(c[who] for c in cores)).to_json() for who in cores[0]},
         }
     firsts = interleave(
         {

@@ -46,7 +46,7 @@ class HostCells(CellBook):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             raise DeviceError("memfd_create", error.strerror or str(error)) from error
-        self._bare: set[int] = set()
+        self._unbacked: set[int] = set()
         """Free cells whose memory was given back."""
         self._wanted = threading.Condition()
         self._closing = False
@@ -63,7 +63,7 @@ class HostCells(CellBook):
         if self._lacks_ahead:
             with self._wanted:
                 self._wanted.notify()
-        if runs is not None and self._bare and not self._clothe(runs):
+        if runs is not None and self._unbacked and not self._repopulate(runs):
             self.release(runs)
             return None
         return runs
@@ -86,12 +86,13 @@ class HostCells(CellBook):
             os.pwrite(self.fd, bytes(n * CELL_BYTES), first * CELL_BYTES)
 
     def trim(self, n_bytes: int) -> None:
-        """Those that would be handed out last, behind those that gave theirs back before."""
+        """Give back the memory of `n_bytes` of free cells: of those that have some, the ones that
+        would be handed out last."""
         mode = syscalls.FALLOC_PUNCH_HOLE | syscalls.FALLOC_KEEP_SIZE
-        at = len(self._bare)
-        bare = sorted(self._free[at : at + n_bytes // CELL_BYTES])
-        self._bare.update(bare)
-        for first, n in runs_of(bare):
+        at = len(self._unbacked)
+        cells = sorted(self._free[at : at + n_bytes // CELL_BYTES])
+        self._unbacked.update(cells)
+        for first, n in runs_of(cells):
             with contextlib.suppress(OSError):
                 syscalls.fallocate(self.fd, mode, first * CELL_BYTES, n * CELL_BYTES)
 
@@ -104,15 +105,17 @@ class HostCells(CellBook):
             self._thread.join()
         os.close(self.fd)
 
-    def _clothe(self, runs: Runs) -> bool:
-        """Have memory again for cells that gave theirs back; False: the machine has none."""
-        bare = self._bare.intersection(c for first, n in runs for c in range(first, first + n))
+    def _repopulate(self, runs: Runs) -> bool:
+        """Allocate memory for cells that gave theirs back; False: the machine has none."""
+        lacking = self._unbacked.intersection(
+            c for first, n in runs for c in range(first, first + n)
+        )
         try:
-            for first, n in runs_of(sorted(bare)):
+            for first, n in runs_of(sorted(lacking)):
                 os.posix_fallocate(self.fd, first * CELL_BYTES, n * CELL_BYTES)
         except OSError:
             return False
-        self._bare -= bare
+        self._unbacked -= lacking
         return True
 
     @property

@@ -146,7 +146,7 @@ class ModelExecutor(ABC):
         return 0
 
     def chosen_bytes(self, layer: int) -> int:
-        """Return the bytes of those that the present pass, which has run the layer, has chosen."""
+        """Return the bytes of the experts that the current pass, having run a layer, has chosen."""
         return 0
 
     def stalled(self) -> float:

@@ -21,7 +21,7 @@ STREAM = "beside"
 
 @contextmanager
 def copying(device: LiveDevice) -> Iterator[bool]:
-    """Copy a model's weights to the device over its link, again and again, and to nowhere.
+    """Copy a model's weights over the link again and again, to memory that no model uses.
 
     Yields whether bytes move: not on GPUs, where copies were never measured beside jobs.
     """

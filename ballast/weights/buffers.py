@@ -42,7 +42,7 @@ def set_up_buffers(module: nn.Module, kind: str, device: torch.device) -> None:
 def _try(
     owner: nn.Module, waiting: Sequence[str], way: Callable[[], object], kind: str
 ) -> str | None:
-    """Set up buffers in one way; returns the first of which it does not decide the values."""
+    """Set up buffers in one way; returns the first that it leaves unset, None: it sets all."""
     found: list[dict[str, Tensor]] = []
     for before in (0, 1):
         for leaf in waiting:
