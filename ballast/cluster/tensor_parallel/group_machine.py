@@ -121,8 +121,7 @@ class GroupMachine:
             failing.callback(self._close_others)
             for other in others:
                 other.listen(self._transfer_landed, self._layers_settled, self._rank_lost)
-                own = settings_of_rank(whole, other.rank)
-                other.memory.send(JoinGroupMsg(other.rank, own, pace))
+                other.memory.send(JoinGroupMsg(other.rank, device, pace))
             self._own = RankMachine(device, Shard(0, ranks), pace, clock, self._transfer_landed)
             for part in (self._own, self._own.vm, self._own.link):
                 failing.callback(part.close)
