@@ -56,6 +56,7 @@ from ballast.sim.story_reader import DeviceStory, read_device_stories
 from ballast.workload.workload import Workload, WorkloadRequest
 
 MOST_PRESETS = 6
+FULL = 2.0
 UNASKED = 8, 1000
 """Fewest and most requests of a generator, on average, where no rate was asked for."""
 PROGRESS_SECONDS = 0.2
@@ -202,8 +203,9 @@ def _workload(job: SimulationJob) -> Workload:
 
 
 def _full_rate(job: SimulationJob, work: Workload) -> float:
-    """Requests a second, of such lengths, that keep the fleet's own devices busy if each is served
-    alone: with steps that several share there is room, without pages there is none."""
+    """Requests a second, of such lengths, that are `FULL` times what the fleet's own devices could
+    serve one after the other: steps that several share leave room for that, a lack of pages does
+    not."""
     costs = {s.name: job.costs[spec.name] for spec in job.specs for s in spec.served}
 
     def alone(r: WorkloadRequest) -> float:
@@ -211,7 +213,7 @@ def _full_rate(job: SimulationJob, work: Workload) -> float:
         return costs[r.model].prefill_seconds(r.prompt_tokens) + (r.output_tokens - 1) * step
 
     seconds = sum(map(alone, work.requests)) / len(work.requests)
-    return float(f"{len(job.fleet.devices) / seconds:.2g}")
+    return float(f"{FULL * len(job.fleet.devices) / seconds:.2g}")
 
 
 def _recorded(job: SimulationJob) -> Workload:

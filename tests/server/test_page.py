@@ -236,6 +236,8 @@ def test_a_simulation_and_the_past_are_played_and_a_day_is_bounded(shown: Browse
         shown.until("Number(document.querySelector('#moment').value) > 2")
         shown.value("document.querySelector('[data-history]').click()")
         shown.until("document.querySelector('#film')?.options.length === 1")
+        shown.value("document.querySelector('[data-history=\"3600\"]').click()")
+        shown.until("document.querySelector('#film')?.options[0].text === 'Last hour'")
         assert shown.value("document.documentElement.scrollWidth") <= 390
         shown.value("document.querySelector('#simulated-models').open = true")
         shown.resize(1280, 800)

@@ -50,8 +50,7 @@ class SimulationJob(msgspec.Struct, frozen=True, kw_only=True):
     """`recorded`: `requests`; else a generator's name."""
     requests: list[TracedRequest] = []
     rate: float | None = None
-    """None: the recorded one; of a generator `here`, what keeps the devices busy; elsewhere its
-    default."""
+    """None: the recorded one; of a generator `here`, what devices can do; elsewhere its default."""
     seconds: float = 300.0
     seed: int = 0
     target: float = 0.99

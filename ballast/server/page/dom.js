@@ -31,8 +31,8 @@ export function arrange(parent, children) {
 
 // Make a select's options these values, keeping the choice where it is still there.
 export function options(select, values, labels = values) {
-  const before = [...select.options].map((option) => option.value);
-  if (before.length === values.length && before.every((value, i) => value === values[i])) return;
+  const before = [...select.options];
+  if (before.length === values.length && before.every(({ value, text }, i) => value === values[i] && text === labels[i])) return;
   const chosen = select.value;
   select.replaceChildren(...values.map((value, i) => element("option", { value, text: labels[i] })));
   if (values.includes(chosen)) select.value = chosen;

@@ -27,7 +27,7 @@ class ModelRow {
 
   _button(text, verb) {
     const made = element("button", { text, hidden: true, onclick: () =>
-      this._refused(order(`models/${encodeURIComponent(this._orders)}/${verb()}`)) });
+      this._refused(order(`models/${encodeURIComponent(this._orders)}/${verb()}`).catch(advise)) });
     this._cells[1].append(made);
     return made;
   }
@@ -78,6 +78,12 @@ class ModelRow {
       this._cells[at + i].title = level ? `level ${seconds(level)}` : "no level";
     });
   }
+}
+
+// Add to a refusal for want of pages what an operator can do about it.
+function advise(error) {
+  if (error.message.startsWith("short of")) error.message += ": evict another model first";
+  throw error;
 }
 
 export class ModelTable {

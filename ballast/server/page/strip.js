@@ -19,7 +19,7 @@ export function sampleOf(time, total, owned) {
     if (!amount) continue;
     const common = COMMON[use], colour = common ?? colourOf(name);
     const order = common ? (use === "reclaiming" ? Infinity : -1) : (places.get(name) ?? 1e9);
-    const part = { use, name, colour, alpha: HANGING[use] ?? 1, order, amount };
+    const part = { use, name: common ? "" : name, colour, alpha: HANGING[use] ?? 1, order, amount };
     (use in HANGING ? hanging : floor).push(part);
   }
   for (const parts of [floor, hanging]) parts.sort((a, b) => a.order - b.order);
