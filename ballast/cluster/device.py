@@ -22,6 +22,7 @@ from ballast.control.suspicion import Suspicions
 from ballast.core.command import Add, Remove
 from ballast.core.errors import BallastError, Unavailable
 from ballast.core.fleet_state import OPERATOR, Command, CommandOutcome
+from ballast.core.migration import Piece
 from ballast.core.settings import FleetSettings, ModelSettings
 from ballast.transport.worker_messages.admin_messages import CommandDoneMsg, CommandMsg
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
@@ -124,6 +125,9 @@ class RemoteDevice(DeviceRecord):
             found = models.get(_as_loaded(settings))
             if found is None or (found.devices and self.name not in found.devices):
                 await self.command(Remove(settings.name, 0.0))
+
+    def offer(self, reader: str, pieces: Sequence[Piece]) -> str | None:
+        return self._workers.offer_kv(self.name, reader, self.pages, pieces)
 
     def tell(self, message: ToWorker) -> None:
         self.worker.send(message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from ballast.control.open_requests import OpenRequests
@@ -20,6 +20,7 @@ from ballast.core.command import Remove
 from ballast.core.cost import StepCosts
 from ballast.core.fleet_state import Command, CommandOutcome, FleetDevice
 from ballast.core.link_budget import link_demand
+from ballast.core.migration import Piece
 from ballast.core.model import ModelSpec
 from ballast.core.pass_traffic import decode_bytes
 from ballast.core.report import DeviceReport
@@ -65,6 +66,10 @@ class DeviceRecord(FleetDevice):
     @abstractmethod
     def kill(self, why: str) -> None:
         """End the worker that serves; another takes its place."""
+
+    def offer(self, reader: str, pieces: Sequence[Piece]) -> str | None:
+        """Have another device read these pieces of its memory; as of `migration_events.Devices`."""
+        return self.pages
 
     @abstractmethod
     def _began(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ballast.core.migration import MigrationAnswer, MigrationStep
+from ballast.core.migration import MigrationAnswer, MigrationStep, Piece
 from ballast.core.request import Submission
 
 
@@ -138,8 +138,9 @@ class Devices(Protocol):
     def is_up(self, device: str) -> bool:
         """Return whether a worker serves."""
 
-    def memory_of(self, device: str) -> str:
-        """Return the address at which a device exports its memory."""
+    def offer(self, source: str, target: str, pieces: Sequence[Piece]) -> str | None:
+        """Have `target` read these pieces of the memory of `source`; return from where, as of
+        `ImportKvEvent.source`. None: it would take too long."""
 
     def has_weights(self, device: str, model: str) -> bool:
         """Return whether a model's weights are on a device, by its last report."""

@@ -272,12 +272,9 @@ class Migrations:
                 self._count_out(queued.batch, left=ended)
                 continue
             self._attempts += 1
-            until = self._now + ANSWER_SECONDS
-            self._migrations[queued.request_id] = _Migration(
-                source, target, queued.batch, self._attempts, _Step.EXPORT, until
-            )
-            step = ExportKvEvent(queued.request_id, self._attempts)
-            self._out.append(SendStep(source, step))
+            one = source, target, queued.batch, self._attempts, _Step.EXPORT
+            self._migrations[queued.request_id] = _Migration(*one, self._now + ANSWER_SECONDS)
+            self._out.append(SendStep(source, ExportKvEvent(queued.request_id, self._attempts)))
 
     def _target_of(self, source: str, queued: _Queued) -> str | None:
         """Return where a request migrates; None: it stays."""
@@ -314,15 +311,17 @@ class Migrations:
 
     def _import(self, migration: _Migration, exported: KvExportedAnswer) -> None:
         """Have the target read the KV that a request has so far."""
-        found = self._devices.open_at(migration.source, exported.request_id)
-        if found is None or not exported.tokens or not self._devices.is_up(migration.target):
+        source, target, pieces = migration.source, migration.target, exported.pieces
+        found, memory = self._devices.open_at(source, exported.request_id), None
+        if found is not None and exported.tokens and self._devices.is_up(target):
+            memory = self._devices.offer(source, target, pieces)
+        if found is None or memory is None:
             self._fail(exported.request_id, migration)
             return
-        prefix = wanted(found.submission, found.output, exported.tokens)
-        memory = self._devices.memory_of(migration.source)
-        step = ImportKvEvent(prefix, exported.form, memory, exported.pieces, migration.attempt)
+        kv = wanted(found.submission, found.output, exported.tokens)
+        step = ImportKvEvent(kv, exported.form, memory, pieces, migration.attempt)
         migration.step, migration.until = _Step.IMPORT, self._now + ANSWER_SECONDS
-        self._out.append(SendStep(migration.target, step))
+        self._out.append(SendStep(target, step))
 
     def _depart(
         self, request_id: str, migration: _Migration, departed: DepartedAnswer | None

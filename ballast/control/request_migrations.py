@@ -35,7 +35,7 @@ from ballast.control.routed_devices import D, RoutedDevices
 from ballast.control.timers import Alarm, Timers
 from ballast.core.actions import ActivateCommand
 from ballast.core.fleet_state import CommandOutcome
-from ballast.core.migration import MigrationAnswer
+from ballast.core.migration import MigrationAnswer, Piece
 from ballast.core.order import MoveRequests
 from ballast.core.request import Submission
 from ballast.core.settings import Role
@@ -95,8 +95,8 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
     def is_up(self, device: str) -> bool:
         return self._devices[device].down is None
 
-    def memory_of(self, device: str) -> str:
-        return self._devices[device].pages
+    def offer(self, source: str, target: str, pieces: Sequence[Piece]) -> str | None:
+        return self._devices[source].offer(target, pieces)
 
     def has_weights(self, device: str, model: str) -> bool:
         return self._devices[device].has_weights(model)

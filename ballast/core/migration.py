@@ -59,7 +59,8 @@ class ImportKvEvent:
     form: str
     """Format of the KV, as in `KvExportedAnswer`."""
     source: str
-    """Address at which the source's process exports its memory."""
+    """Address at which the source's process exports its memory, or of `at_host`, where that is on
+    another host."""
     pieces: tuple[Piece, ...]
     attempt: int = 0
     """Number of the migration; the answer has it too."""
@@ -136,6 +137,23 @@ class DepartedAnswer:
 
 MigrationAnswer = KvExportedAnswer | KvImportedAnswer | DepartedAnswer
 """Answers of a device to the controller."""
+
+
+def at_host(host: str, ticket: str) -> str:
+    """Return the address of memory on another host, for `ImportKvEvent.source`: the pieces that the
+    host's agent has been told, under this ticket, to send."""
+    return f"{host}/{ticket}"
+
+
+def is_elsewhere(source: str) -> bool:
+    """Return whether an address is one of `at_host`."""
+    return "/" in source
+
+
+def elsewhere(source: str) -> tuple[str, str]:
+    """Return the host and the ticket of `at_host`."""
+    host, _, ticket = source.rpartition("/")
+    return host, ticket
 
 
 def wanted(submission: Submission, output: Sequence[int], n: int) -> Submission:

@@ -1,7 +1,8 @@
 """Copy KV of migrating requests from another worker's pages to addresses of this process.
 
 Used by CPU workers, whose memory is a file: `preadv` copies from the other's pages without mapping
-them. Implements the byte side of `ballast.engine.migration`.
+them. From a worker on another host the bytes come through the agents of both (`transport.kv_door`).
+Implements the byte side of `ballast.engine.migration`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 from ballast.core.errors import DeviceError
 from ballast.core.event import Event
-from ballast.core.migration import KvReadEvent, Piece
+from ballast.core.migration import KvReadEvent, Piece, is_elsewhere
 from ballast.core.units import MiB
 from ballast.memory.vm import Exported
 
@@ -23,13 +25,28 @@ PIECE_BYTES = 4 * MiB
 Fetch = Callable[[str], Exported]
 """Returns the exported memory of the process at an address; the caller owns the descriptor. Raises
 DeviceError."""
+FromOtherHost = Callable[[str, int, Callable[[], bool]], Generator[bytearray, None, None]]
+"""Yields the bytes, so many in all, that an address on another host stands for, as long as they are
+wanted. Raises DeviceError."""
+
+
+def _from_nowhere(
+    source: str, n_bytes: int, wanted: Callable[[], bool]
+) -> Generator[bytearray, None, None]:
+    raise DeviceError("recv", "this device knows no other host")
+    yield bytearray()
 
 
 class PeerReader:
     """Implements `ballast.engine.migration.KvBytes`; reads on a thread of its own."""
 
-    def __init__(self, fetch: Fetch, post: Callable[[Event], None]) -> None:
-        self._fetch, self._post = fetch, post
+    def __init__(
+        self,
+        fetch: Fetch,
+        post: Callable[[Event], None],
+        from_host: FromOtherHost = _from_nowhere,
+    ) -> None:
+        self._fetch, self._from_host, self._post = fetch, from_host, post
         self._thread = ThreadPoolExecutor(1, "kv-reader")
         self._lock = threading.Lock()
         """Held while bytes are written."""
@@ -74,15 +91,12 @@ class PeerReader:
     ) -> None:
         error = None
         try:
-            exported = self._fetch(source)
-            try:
-                if exported.fd is None:
-                    raise DeviceError("pread", "that device's memory is no file")
-                for offset, address, n_bytes in runs(pieces, targets):
-                    if not self._copy(request_id, attempt, exported.fd, offset, address, n_bytes):
-                        return
-            finally:
-                exported.discard()
+            if is_elsewhere(source):
+                come = self._receive(request_id, attempt, source, pieces, targets)
+            else:
+                come = self._map(request_id, attempt, source, pieces, targets)
+            if not come:
+                return
         except (DeviceError, OSError) as failed:
             error = str(failed)
         with self._lock:
@@ -90,6 +104,58 @@ class PeerReader:
                 return
             del self._attempts[request_id]
         self._post(KvReadEvent(request_id, error, attempt))
+
+    def _map(
+        self,
+        request_id: str,
+        attempt: int,
+        source: str,
+        pieces: Sequence[Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> bool:
+        """Copy from a process of this host; return False if the import was stopped. Raises OSError,
+        DeviceError."""
+        exported = self._fetch(source)
+        try:
+            if exported.fd is None:
+                raise DeviceError("pread", "that device's memory is no file")
+            return all(
+                self._copy(request_id, attempt, exported.fd, offset, address, n_bytes)
+                for offset, address, n_bytes in runs(pieces, targets)
+            )
+        finally:
+            exported.discard()
+
+    def _receive(
+        self,
+        request_id: str,
+        attempt: int,
+        source: str,
+        pieces: Sequence[Piece],
+        targets: Sequence[tuple[int, int]],
+    ) -> bool:
+        """Write what another host sends; return False if the import was stopped. Raises
+        DeviceError."""
+        n_bytes = sum(n for _, n in pieces)
+        # What comes is one piece after the other: as if they were one, from 0.
+        left = runs([(0, n_bytes)], targets)
+        _, address, room = next(left)
+        with closing(
+            self._from_host(source, n_bytes, lambda: self._attempts.get(request_id) == attempt)
+        ) as chunks:
+            for data in chunks:
+                done = 0
+                while done < len(data):
+                    if not room:
+                        _, address, room = next(left)
+                    n = min(room, len(data) - done)
+                    with self._lock:
+                        if self._attempts.get(request_id) != attempt:
+                            return False
+                        ctypes.memmove(address, (ctypes.c_char * n).from_buffer(data, done), n)
+                    done, address, room = done + n, address + n, room - n
+                    n_bytes -= n
+        return not n_bytes
 
     def _copy(
         self, request_id: str, attempt: int, fd: int, offset: int, address: int, n_bytes: int

@@ -139,8 +139,8 @@ class SimMigrations:
     def is_up(self, device: str) -> bool:
         return not self._devices[device].down
 
-    def memory_of(self, device: str) -> str:
-        return device
+    def offer(self, source: str, target: str, pieces: Sequence[Piece]) -> str | None:
+        return source
 
     def has_weights(self, device: str, model: str) -> bool:
         m = self._devices[device].state.models.get(model)

@@ -8,6 +8,8 @@ up may import it; `cluster` does. It imports `memory` and `core`, never `engine`
 - `dead_peers`: TCP connections whose peer has vanished.
 - `decoding`: Decode messages; the error of one that does not follow its schema.
 - `host_messages`: Messages between the server and the agent of a host.
+- `kv_door`: KV of other hosts, from a host's agent to its workers.
+- `kv_messages`: Messages between the agents of two hosts, of which one sends KV.
 - `page_descriptors`: Send file descriptors of a device's memory to other workers.
 - `relay_messages`: Messages between the server and an HTTP relay of another host.
 - `sockets`: ZeroMQ sockets between server and worker, in a private Unix directory.

@@ -79,9 +79,13 @@ def _set_up(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
 class CurveServer:
     """Endpoint that one client may connect to."""
 
-    def __init__(self, ip: str, client: str, keys: CurveKeys | None = None) -> None:
-        """`ip`: address of this host that it listens at. `client`: public key of the client."""
-        self._ip, self._client = ip, client
+    def __init__(
+        self, ip: str, client: str, keys: CurveKeys | None = None, *, longest: int = -1
+    ) -> None:
+        """`ip`: address of this host that it listens at. `client`: public key of the client.
+        `longest`: bytes of a message, encrypted, beyond which the connection ends before it is
+        received; -1: any."""
+        self._ip, self._client, self._longest = ip, client, longest
         self.keys = CurveKeys.new() if keys is None else keys
         self.address = ""
         """Address for the client, once attached."""
@@ -94,6 +98,7 @@ class CurveServer:
         self._zap.linger = 0
         self._zap.bind(_ZAP)  # before the socket is bound: else anybody may connect
         _set_up(socket, self.keys)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._longest)
         socket.curve_server = True
         socket.setsockopt(zmq.ZAP_DOMAIN, b"ballast")
         self._watch = ConnectionWatch(socket)
@@ -139,13 +144,15 @@ class CurveServer:
 class CurveClient:
     """Endpoint that connects to a `CurveServer`."""
 
-    def __init__(self, keys: CurveLink) -> None:
-        self._keys = keys
+    def __init__(self, keys: CurveLink, *, longest: int = -1) -> None:
+        """`longest`: as of `CurveServer`."""
+        self._keys, self._longest = keys, longest
         self._watch: ConnectionWatch | None = None
 
     def attach(self, socket: zmq.Socket[bytes]) -> None:
         """Connect. Raises Unavailable for what is no address."""
         _set_up(socket, self._keys.own)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._longest)
         socket.curve_serverkey = self._keys.server.encode()
         self._watch = ConnectionWatch(socket)
         socket.setsockopt(zmq.IPV6, int("[" in self._keys.address))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ballast import __version__
+from ballast.core.migration import Piece
 from ballast.transport.curve import CurveLink
 from ballast.transport.decoding import decode
 from ballast.transport.worker_messages.message import WorkerMessage
@@ -105,6 +106,37 @@ class ReadFilesMsg(WorkerMessage, frozen=True):
     kind: str
 
 
+class OfferKvMsg(WorkerMessage, frozen=True):
+    """Let a host read pieces of a device's memory, once."""
+
+    ticket: str
+    node: str
+    """The host that may read them."""
+    address: str
+    """Where the device's worker exports its memory."""
+    pieces: tuple[Piece, ...]
+
+
+class ListenKvMsg(WorkerMessage, frozen=True):
+    """Listen for a host, by its public key, and send it the KV that it is offered."""
+
+    id: int
+    node: str
+    ip: str
+    """Address to listen at: this host's."""
+    receiver: str
+
+
+class ReachHostMsg(WorkerMessage, frozen=True):
+    """Answer to `WantHostMsg`: where the other host listens."""
+
+    node: str
+    address: str
+    """Empty: it cannot be reached."""
+    key: str
+    """Its public key."""
+
+
 # -- to the server ------------------------------------------------------------------------------
 
 
@@ -181,8 +213,26 @@ class ModelFailedMsg(WorkerMessage, frozen=True):
     why: str
 
 
+class WantHostMsg(WorkerMessage, frozen=True):
+    """A worker of this host reads KV of another host."""
+
+    node: str
+    key: str
+    """Public key with which this host connects."""
+
+
+class HostListensMsg(WorkerMessage, frozen=True):
+    """This host listens, as ordered by `ListenKvMsg`; without an address, it cannot."""
+
+    id: int
+    address: str
+    key: str
+
+
 ModelOrder = SendModelMsg | ReceiveModelMsg | ReadFilesMsg
 ModelReport = ModelKeptMsg | ModelDroppedMsg | WantModelMsg | SenderReadyMsg | ModelFailedMsg
+KvOrder = OfferKvMsg | ListenKvMsg | ReachHostMsg
+KvReport = WantHostMsg | HostListensMsg
 
 ToHost = (
     ConfigureHostMsg
@@ -194,8 +244,9 @@ ToHost = (
     | EndHostMsg
     | ForgetModelMsg
     | ModelOrder
+    | KvOrder
 )
-FromHost = HostHelloMsg | WorkerEndedMsg | HostBeatMsg | ModelReport
+FromHost = HostHelloMsg | WorkerEndedMsg | HostBeatMsg | ModelReport | KvReport
 
 _to_host: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 _from_host: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)

@@ -79,7 +79,7 @@ def serve_pages(connection: socket.socket, export: Export, offered: Offered) -> 
     """Send the requested descriptors and close the connection; return whether all arrived."""
     with connection:
         try:
-            if not _same_user(connection):
+            if not same_user(connection):
                 return False
             wanted = _receive_request(connection)
             if not wanted:
@@ -136,7 +136,7 @@ def _request_pages(address: str, wanted: list[object]) -> socket.socket:
     try:
         connection.settimeout(PATIENCE_SECONDS)
         connection.connect(f"\0{address}")
-        if not _same_user(connection):
+        if not same_user(connection):
             raise DeviceError("connect", "another user serves that address")
         connection.sendall(json.dumps(wanted).encode() + b"\n")
     except OSError as error:
@@ -174,7 +174,7 @@ def _send(connection: socket.socket, exported: Exported) -> None:
         exported.close()
 
 
-def _same_user(connection: socket.socket) -> bool:
+def same_user(connection: socket.socket) -> bool:
     """Return whether the other end runs as this user: a memfd gives write access to the device."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

@@ -35,6 +35,7 @@ from ballast.core.migration import (
     KvImportedAnswer,
     KvTailEvent,
     MigrationAnswer,
+    Piece,
 )
 from ballast.core.request import Submission
 from ballast.transport.worker_messages.request_messages import WithdrawMsg
@@ -88,6 +89,8 @@ class World:
     def __init__(self, workers: dict[str, Worker], decode: Sequence[str] = ()) -> None:
         self.workers = workers
         self.down: set[str] = set()
+        self.far: set[tuple[str, str]] = set()
+        """Source and target between which a copy would take too long."""
         self.decode = decode
         self.requests: dict[str, Request] = {}
         self.to_device: dict[str, deque[ToDevice]] = {name: deque() for name in workers}
@@ -109,8 +112,8 @@ class World:
     def is_up(self, device: str) -> bool:
         return device not in self.down
 
-    def memory_of(self, device: str) -> str:
-        return device
+    def offer(self, source: str, target: str, pieces: Sequence[Piece]) -> str | None:
+        return None if (source, target) in self.far else source
 
     def has_weights(self, device: str, model: str) -> bool:
         return device not in self.down and model in self.workers[device].weights

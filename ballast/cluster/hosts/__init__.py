@@ -15,6 +15,8 @@ On each host:
 - `agent`: Keep the workers of one host for a server that is elsewhere.
 - `agent_process`: The entry point of an agent.
 - `http_relay`: Accept HTTP clients, and carry their bytes to the server.
+- `kv_exchange`: KV of requests that move between hosts.
+- `kv_transfer`: Send and receive it, in chunks with checksums.
 - `model_exchange`: Models that other hosts keep, and that are sent to them.
 - `model_transfer`: Send and receive a model between two hosts, in chunks, checked.
 - `relay_process`: The entry point of a relay.
@@ -28,6 +30,7 @@ In the server:
 - `hosted_worker`: A worker on another host, as `WorkerLink`.
 - `hosted_workers`: The hosts of a server, and the workers of devices on them.
 - `http_relays`: Keep a relay on each host connected with the server.
+- `kv_paths`: Introduce agents that exchange KV.
 - `model_copies`: Which host sends a model to which.
 - `ray_agents`: The agents on the nodes of a Ray cluster, in the process that speaks to Ray.
 - `ray_cluster`: The hosts of a Ray cluster, through a process of its own.

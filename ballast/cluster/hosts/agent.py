@@ -2,7 +2,7 @@
 
 Run by `agent_process`, on an event loop. The agent starts, kills and reaps workers' processes as
 the server orders, and owns what the workers of a host share: their segments of weights, which it
-exchanges with the agents of other hosts.
+exchanges with the agents of other hosts, as it does KV.
 
 When its connection to the server is lost, the server takes all workers for dead, and has their
 requests answered elsewhere. The agent then keeps those that serve devices for the next server:
@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from ballast.cluster.hosts.kv_exchange import KvExchange
 from ballast.cluster.hosts.model_exchange import ModelExchange, machine
 from ballast.cluster.hosts.server_inbox import Server
 from ballast.cluster.hosts.worker_forwarder import WorkerForwarder
@@ -42,6 +43,9 @@ from ballast.transport.host_messages import (
     HostBeatMsg,
     HostHelloMsg,
     KillWorkerMsg,
+    ListenKvMsg,
+    OfferKvMsg,
+    ReachHostMsg,
     ReadFilesMsg,
     ReceiveModelMsg,
     SendModelMsg,
@@ -68,6 +72,7 @@ class HostAgent:
         self._command = tuple(command)
         self._broker: SegmentBroker | None = None
         self._models: ModelExchange | None = None
+        self._kv: KvExchange | None = None
         self._workers: dict[int, LocalProcess] = {}
         self._devices: dict[int, str] = {}
         """Of workers that serve one."""
@@ -101,6 +106,8 @@ class HostAgent:
         """End all workers."""
         if self._models is not None:
             await self._models.close()
+        if self._kv is not None:
+            await self._kv.close()
         await asyncio.gather(*self._starting.values())
         await asyncio.gather(*(w.close(0.0) for w in self._workers.values()))
         self._workers.clear()
@@ -141,6 +148,9 @@ class HostAgent:
             case SendModelMsg() | ReceiveModelMsg() | ReadFilesMsg():
                 if self._models is not None:
                     self._models.handle(message)
+            case OfferKvMsg() | ListenKvMsg() | ReachHostMsg():
+                if self._kv is not None:
+                    self._kv.handle(message)
 
     def _send(self, message: FromHost) -> None:
         """Queue a message; lost while there is no server."""
@@ -159,6 +169,7 @@ class HostAgent:
             self._broker = SegmentBroker(message.writable)
             self._models = ModelExchange(self._broker, message.writable, self._send)
             self._broker.others = self._models
+            self._kv = KvExchange(self._send)
         broker, exchange = self._broker, self._models
         assert exchange is not None
         self._send(
@@ -179,6 +190,8 @@ class HostAgent:
         id = message.id
         worker = self._workers[id] = LocalProcess(self._command, self._broker)
         options = ["--spare"] if message.spare else []
+        if self._kv is not None and self._kv.door:
+            options += ("--hosts", self._kv.door)
         link = None if message.keys is None else pipe_of(message.keys)
         if link is None:
             options += ("--dir", message.directory)

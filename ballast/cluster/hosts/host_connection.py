@@ -32,6 +32,7 @@ from ballast.transport.host_messages import (
     HostBeatMsg,
     HostHelloMsg,
     KillWorkerMsg,
+    KvReport,
     ModelReport,
     StartWorkerMsg,
     ToHost,
@@ -98,15 +99,16 @@ class HostConnection:
         name: str,
         server_ip: str,
         agent_key: str,
-        models: Callable[[HostConnection, ModelReport | None], object],
+        report: Callable[[HostConnection, ModelReport | KvReport | None], object],
         *,
         local: bool = True,
     ) -> None:
         """Listen for the agent. `node`: the host, as what has started the agent names it; `name`:
-        as operators see it. `models`: called with what it reports of models, and with None once it
-        is gone. `local`: whether workers on the server's own host are connected by Unix sockets."""
+        as operators see it. `report`: called with what it reports of models and KV, and with None
+        once it is gone. `local`: whether workers on the server's own host are connected by Unix
+        sockets."""
         self.node, self.name = node, name
-        self._models = models
+        self._report = report
         self._ip, self._local = server_ip, local
         self._end = CurveServer(server_ip, agent_key)
         self._socket: LoopSocket[FromHost] = LoopSocket(self._end, decode_from_host)
@@ -249,7 +251,7 @@ class HostConnection:
                     if (process := self._processes.get(id)) is not None:
                         process.used = used
             case _:
-                self._models(self, message)
+                self._report(self, message)
 
     def lose(self, why: str) -> None:
         """Take the host for dead: it and its workers are not heard any more."""
@@ -258,7 +260,7 @@ class HostConnection:
         self.gone = why
         log.error("host %s is gone: %s", self.name, why)
         self._met.set()
-        self._models(self, None)
+        self._report(self, None)
         for process in self._processes.values():
             process.ended(f"its host {self.name} is gone: {why}", None)
         self._socket.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +20,22 @@ from ballast.cluster.hosts.host_choice import DeviceNeed, needs_of
 from ballast.cluster.hosts.host_connection import HostConnection
 from ballast.cluster.hosts.hosted_worker import HostedWorker
 from ballast.cluster.hosts.http_relays import HttpRelays, RelayProvider
+from ballast.cluster.hosts.kv_paths import KvPaths
 from ballast.cluster.hosts.model_copies import ModelCopies
 from ballast.cluster.hosts.ray_cluster import RayCluster
 from ballast.cluster.placing import part_of
 from ballast.cluster.worker.early_process import COMMAND
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.errors import BallastError, ConfigError, Unavailable
+from ballast.core.migration import Piece, at_host
 from ballast.core.settings import FleetSettings, ServerSettings
-from ballast.transport.host_messages import ModelReport
+from ballast.transport.host_messages import (
+    KvOrder,
+    KvReport,
+    ModelOrder,
+    ModelReport,
+    OfferKvMsg,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +43,9 @@ MEET_SECONDS = 60.0
 """Time for a host's agent to connect."""
 KEEP_SECONDS = 60.0
 """Time for which hosts keep their devices once the server is gone: for the next one."""
+
+KV_SECONDS = 5.0
+"""Time that KV of a request may take from host to host; more is computed again."""
 
 
 class HostProvider(RelayProvider, Protocol):
@@ -134,7 +146,7 @@ class HostedWorkers:
         """Workers of devices since before this server, until these are started."""
         self._failed = set[str]()
         """Hosts whose agents did not connect at the last attempt."""
-        self._copies = ModelCopies()
+        self._copies, self._kv_paths = ModelCopies(), KvPaths()
         self._reserving: dict[str, asyncio.Future[str]] = {}
         """Devices that wait for a host."""
 
@@ -194,6 +206,21 @@ class HostedWorkers:
     def host_of(self, device: str) -> str:
         link = self.connection_of(device)
         return "" if link is None else link.name
+
+    def offer_kv(
+        self, device: str, reader: str, address: str, pieces: Sequence[Piece]
+    ) -> str | None:
+        source, target = self.connection_of(device), self.connection_of(reader)
+        if source is None or target is None:
+            return None
+        if source is target:
+            return address
+        network = None if self._fleet.hosts is None else self._fleet.hosts.network
+        if network is not None and sum(n for _, n in pieces) > KV_SECONDS * network:
+            return None
+        ticket = secrets.token_hex(16)
+        source.send(OfferKvMsg(ticket, target.node, address, tuple(pieces)))
+        return at_host(source.node, ticket)
 
     def waits(self, device: str) -> bool:
         return device in self._reserving
@@ -290,12 +317,15 @@ class HostedWorkers:
             if not reserving.cancelled() and names.get(reserving.result()) not in self._drained:
                 return reserving.result()
 
-    def _report(self, host: HostConnection, report: ModelReport | None) -> None:
-        """Have hosts send models to each other."""
+    def _report(self, host: HostConnection, report: ModelReport | KvReport | None) -> None:
+        """Have hosts send models and KV to each other."""
+        orders: list[tuple[str, ModelOrder | KvOrder]]
         if report is None:
-            orders = self._copies.leave(host.node)
+            orders = [*self._copies.leave(host.node), *self._kv_paths.leave(host.node)]
+        elif isinstance(report, KvReport):
+            orders = [*self._kv_paths.handle(host.node, report)]
         else:
-            orders = self._copies.handle(host.node, report)
+            orders = [*self._copies.handle(host.node, report)]
         for node, order in orders:
             self._links[node].send(order)
 
@@ -318,6 +348,7 @@ class HostedWorkers:
             self._failed.discard(node)
             assert made.hello is not None
             self._copies.join(node, host.ip, made.hello.machine)
+            self._kv_paths.join(node, host.ip)
             where = "the server's own host" if made.is_servers else "over TCP"
             log.info("host %s is connected, %s", host.name, where)
             return made

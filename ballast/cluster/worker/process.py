@@ -39,6 +39,7 @@ from ballast.isolation.confinement import confine_worker
 from ballast.isolation.orphan import die_with
 from ballast.isolation.zygote import wait_for_exit
 from ballast.transport.curve import CurveClient, read_keys
+from ballast.transport.kv_door import read_kv
 from ballast.transport.page_descriptors import fetch_pages
 from ballast.transport.sockets import WorkerSocket
 
@@ -54,9 +55,11 @@ def live_device(
     segments: SegmentClient | None,
     kv_fd: int | None = None,
     imported: Callable[[], object] = lambda: None,
+    hosts: str = "",
 ) -> WorkerDevice:
     """Build a device that runs models; a `MakeDevice`. `kv_fd`: descriptor of the connection to the
-    host's KV store; `imported`: returns once `import_ahead` has.
+    host's KV store; `imported`: returns once `import_ahead` has; `hosts`: address at which the
+    host's agent passes on KV of other hosts; empty: this host is the only one.
 
     Its imports are local, so that the process starts and answers before they are loaded.
     """
@@ -95,7 +98,9 @@ def live_device(
         isolation=isolation,
         vet=vet,
         make_machine=partial(machine_of, ranks=ranks),
-        make_kv_bytes=partial(PeerReader, fetch_pages) if readable else None,
+        make_kv_bytes=partial(PeerReader, fetch_pages, from_host=partial(read_kv, hosts))
+        if readable
+        else None,
         kv_store=None if kv_fd is None or not fleet.kv.host_bytes else KvClient(kv_fd),
     )
     if readable:  # drivers and groups of ranks start programs, and talk over networks
@@ -156,6 +161,7 @@ def main(
     parser.add_argument("--segments", type=int, help="descriptor of the socket of shared weights")
     parser.add_argument("--kv", type=int, help="descriptor of the socket of the KV store")
     parser.add_argument("--renewals", type=int, help="descriptor to read of further servers from")
+    parser.add_argument("--hosts", default="", help="address at which to read KV of other hosts")
     parser.add_argument("--spare", action="store_true", help="prepare for a start to come")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
@@ -173,7 +179,9 @@ def main(
     renewals = None if arguments.renewals is None else Renewals(arguments.renewals)
     if make_device is live_device:
         imported = partial(wait_for_exit, ahead or _importing())
-        make_device = partial(live_device, kv_fd=arguments.kv, imported=imported)
+        make_device = partial(
+            live_device, kv_fd=arguments.kv, imported=imported, hosts=arguments.hosts
+        )
     clock = MonotonicClock()
     code = Worker(socket, make_device, flight.record, clock, segments, renewals).run()
     logging.shutdown()

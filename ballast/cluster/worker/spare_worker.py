@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ballast.cluster.worker.liveness_watch import Activity
@@ -27,6 +27,7 @@ from ballast.control.spares import (
     SpareWantedEvent,
 )
 from ballast.core.errors import BallastError
+from ballast.core.migration import Piece
 from ballast.core.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ class LocalWorkers:
 
     def host_of(self, device: str) -> str:
         return ""
+
+    def offer_kv(self, device: str, reader: str, address: str, pieces: Sequence[Piece]) -> str:
+        return address
 
     def waits(self, device: str) -> bool:
         return False

@@ -5,9 +5,11 @@ Implemented by `SupervisedWorker`; used by `Controller` and `RemoteDevice`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from ballast.cluster.worker.liveness_watch import Activity
+from ballast.core.migration import Piece
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.worker_messages.codec import ToServer, ToWorker
 from ballast.transport.worker_messages.lifecycle_messages import ReadyMsg
@@ -48,6 +50,12 @@ class WorkerSource(Protocol):
 
     def host_of(self, device: str) -> str:
         """Return the name of a device's host; empty: the server's, or none now."""
+
+    def offer_kv(
+        self, device: str, reader: str, address: str, pieces: Sequence[Piece]
+    ) -> str | None:
+        """Have the worker of `reader` read pieces of a device's memory, which is exported at
+        `address`; as of `migration_events.Devices.offer`."""
 
     def waits(self, device: str) -> bool:
         """Return whether a device waits for a host that has room, for as long as it takes."""
