@@ -186,7 +186,8 @@ class DrainHost(Order):
 @dataclass(frozen=True, slots=True)
 class Rehome(Order):
     """Serve on other devices, each on the least filled that accepts it, what only a device served
-    whose host is gone; its requests go on there. What no other accepts waits for the device."""
+    whose host is gone, models with most requests first. The requests of each go on as soon as it is
+    served; those of models that no other device accepts wait for the device."""
 
     device: str
 
@@ -194,13 +195,15 @@ class Rehome(Order):
 
     def steps(self, fleet: Fleet, device: str | None = None) -> Steps:
         lost = fleet[self.device]
-        for model in list(lost.specs):
+        yield HandOver(self.device)
+        for base in sorted(lost.specs.values(), key=lost.count_open, reverse=True):
             if lost.down is None:
                 break  # it serves again
             others = [name for name in fleet.able if name != self.device]
-            if not set(fleet.taking(model)) & set(others):
-                yield from _serve_on_one(fleet, model, others)
-        yield HandOver(self.device)
+            if not set(fleet.taking(base.name)) & set(others):
+                name, _ = yield from _serve_on_one(fleet, base.name, others)
+                if name is not None:
+                    yield HandOver(self.device)
         return DONE
 
 

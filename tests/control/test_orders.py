@@ -10,7 +10,7 @@ from ballast.control.orders import POLL_SECONDS
 from ballast.core.actions import ActivateCommand, EvictCommand, ReleaseMemory
 from ballast.core.command import Add, Remove
 from ballast.core.fleet import FleetAction, FleetDecision, FleetView, Place, Withdraw
-from ballast.core.fleet_orders import Drain, DrainHost, Migrate, Uncordon
+from ballast.core.fleet_orders import Drain, DrainHost, Migrate, Rehome, Uncordon
 from ballast.core.order import (
     DONE,
     HandOver,
@@ -191,6 +191,22 @@ def test_a_drain_that_cannot_be_done_leaves_nothing_behind() -> None:
     assert outcome(of, 1) == ("refused", "b stays on x: y: it is full")
     found = [(list(d.specs), d.leaving, d.cordoned) for d in of.fleet.values()]
     assert found == [(["a", "b"], set(), False), ([], set(), False)]
+
+
+def test_requests_of_a_lost_host_go_on_as_soon_as_their_model_is_served() -> None:
+    of = OrderFleet({"a": ["x"], "b": ["x"], "c": ["x", "y"]}, ["x", "y"])
+    of.fleet["x"].open["b"] = 1
+    of.fleet["x"].down = "its host is gone"
+    of.held = is_serving
+    of.give(1, Rehome("x"))
+    assert of.did == [HandOver("x"), serving("y", "b")], "another serves c; a has no requests"
+    of.release()
+    assert of.did[2:] == [HandOver("x"), serving("y", "a")]
+    of.fleet["x"].down = None
+    of.fleet["y"].refusing = "it is full"
+    of.release()
+    assert of.did[4:] == []
+    assert of.ended[1] == DONE
 
 
 def test_a_host_is_drained_with_all_its_devices_or_none() -> None:

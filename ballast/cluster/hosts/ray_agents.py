@@ -74,9 +74,10 @@ class HostActor:
         """Return the agent's public key."""
         return self._agent.started.decode().strip()
 
-    def connect(self, address: str, key: str) -> None:
-        """Have the agent connect to a server, once it has none."""
+    def connect(self, address: str, key: str) -> str:
+        """Have the agent connect to a server, once it has none; returns the agent's public key."""
         self._agent.connect(address, key)
+        return self.key()
 
 
 class RayAgents:
@@ -84,6 +85,8 @@ class RayAgents:
 
     def __init__(self, fleet: str) -> None:
         self._prefix, self._fleet = f"agent-{fleet}-", fleet
+        self._keys: dict[str, str] = {}
+        """Public key of each node's agent, when it was opened."""
 
     def nodes(self) -> list[str]:
         """Return the nodes that have an agent. Raises errors of Ray."""
@@ -97,12 +100,16 @@ class RayAgents:
             self._kill(node)
         made = detached(HostActor, self._prefix + node, node)
         actor = made.remote(self._fleet, node, list(worker_command))
-        return str(ray.get(actor.key.remote(), timeout=ANSWER_SECONDS))
+        key = self._keys[node] = str(ray.get(actor.key.remote(), timeout=ANSWER_SECONDS))
+        return key
 
     def connect(self, node: str, address: str, key: str) -> None:
-        """Have a host's agent connect to a server. Raises errors of Ray, and ValueError."""
+        """Have a host's agent connect to a server. Raises errors of Ray, and ValueError: there is
+        none, or it is another by now, whose key the server does not let in."""
         actor: Any = ray.get_actor(self._prefix + node)
-        ray.get(actor.connect.remote(address, key), timeout=ANSWER_SECONDS)
+        own = ray.get(actor.connect.remote(address, key), timeout=ANSWER_SECONDS)
+        if own != self._keys.get(node):
+            raise ValueError("its agent has ended, and another was started")
 
     def end(self) -> None:
         """End all agents, and what they have started. Raises errors of Ray."""

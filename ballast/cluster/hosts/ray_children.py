@@ -50,7 +50,7 @@ class ActorChild:
         """Its line."""
 
     def connect(self, address: str, key: str) -> None:
-        """Have it connect to a server."""
+        """Have it connect to a server. Raises OSError once it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(Server(address, key)) + b"\n")
         self._process.stdin.flush()
