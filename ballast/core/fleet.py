@@ -171,7 +171,7 @@ class FleetView:
     """(lender, borrower) of all devices that can lend to each other now, without those between
     which an operator has lent or recalled, and not released them since."""
     network: float = inf
-    """Bytes per second at which a host receives weights that it does not have."""
+    """Bytes per second at which a host receives weights that it does not have, and KV."""
 
     def seconds_to_host(self, need: ModelDemand, device: DeviceLoad) -> float:
         """Return how long a model's weights take to the host of `device`; 0 where they are there,
@@ -180,6 +180,10 @@ class FleetView:
         if self.network == inf or any(d.serves(need.model) for d in there):
             return 0.0
         return need.weights / self.network
+
+    def seconds_between(self, source: DeviceLoad, target: DeviceLoad, n_bytes: int) -> float:
+        """Return how long KV takes from a device to another; 0 on one host."""
+        return 0.0 if source.room.host == target.room.host else n_bytes / self.network
 
 
 PlacementAction = Place | Withdraw

@@ -28,6 +28,9 @@ from ballast.core.request import Sampling, Submission
 
 AT_ONCE = 4
 """Bound of the requests of one device that move at the same time."""
+MOST_SECONDS = 5.0
+"""Time that KV of a request may take from host to host, as expected; more is recomputed: the
+request would take longer than `control.migrations` waits."""
 Piece = tuple[int, int]
 """(offset in the device's memory, bytes)."""
 
@@ -154,6 +157,12 @@ def elsewhere(source: str) -> tuple[str, str]:
     """Return the host and the ticket of `at_host`."""
     host, _, ticket = source.rpartition("/")
     return host, ticket
+
+
+def too_long(pieces: Sequence[Piece], network: float | None) -> bool:
+    """Return whether pieces are not sent to another host, which receives `network` bytes per second
+    (None: at once)."""
+    return network is not None and sum(n for _, n in pieces) > MOST_SECONDS * network
 
 
 def wanted(submission: Submission, output: Sequence[int], n: int) -> Submission:

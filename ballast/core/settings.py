@@ -270,8 +270,8 @@ class HostsSettings:
     devices: int = 1
     """Simulated devices on each host."""
     network: float | None = None
-    """Bytes per second at which a host receives weights that it does not have, for fleet policies
-    and in simulations; None: at once."""
+    """Bytes per second at which a host receives weights that it does not have, and KV of requests,
+    for fleet policies and in simulations; None: at once (KV in simulations: not at all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,11 +182,12 @@ class Cluster:
         `steps`: see `SimDevice`. Raises ConfigError for a model that no device can serve.
         """
         policy = preset.fleet if files.homes is None else files.homes
-        sites = _sites(kinds, served, files.joints)
-        rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
-        homes = _homes(policy, rooms, needs, sites, files)
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
         moving = not all(order.lends for order in files.orders)
+        exchanging = moving or policy.moves or prefilling
+        sites = _sites(kinds, served, files.joints, exchanging)
+        rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
+        homes = _homes(policy, rooms, needs, sites, files)
         self.devices: dict[str, SimDevice] = {}
         """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
@@ -209,14 +210,14 @@ class Cluster:
             )
         placed = {name: (d, sites[name].place) for name, d in self.devices.items()}
         self._on_output = on_output
-        moving, orders = moving or policy.moves or prefilling, _orders(files, sites, homes)
+        orders = _orders(files, sites, homes)
         self.controller = SimController(
             self.devices,
             FleetStart(homes, needs, rooms, policy, orders, _ready(sites), _network(files)),
             specs,
             lambda device, spec: sites[device].kind.costs(spec),
             on_move,
-            functools.partial(migrations_of, placed if moving else {}, policy),
+            functools.partial(migrations_of, placed if exchanging else {}, policy),
             leases_of(_lent(files, list(sites)), placed, policy.lends),
         )
 
@@ -247,11 +248,15 @@ class _Site:
     settings: DeviceSettings
 
 
-def _sites(kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks) -> dict[str, _Site]:
-    """Return all devices by name, in the order of `kinds`, slices of one device at one place."""
+def _sites(
+    kinds: Sequence[Kind], served: DeviceSettings, joints: ClusterLinks, exchanging: bool
+) -> dict[str, _Site]:
+    """Return all devices by name, in the order of `kinds`, slices of one device at one place.
+    `exchanging`: whether requests may move between them."""
     sites: dict[str, _Site] = {}
     units = [(kind.link, kind.ranks) for kind in kinds for _ in range(kind.number)]
-    free = iter(places(joints, units))
+    one_world = exchanging and joints.network is not None
+    free = iter(places(joints, units, one_world=one_world))
     for kind in kinds:
         for _ in range(kind.number):
             place = next(free)
@@ -306,7 +311,8 @@ def _homes(
 ) -> dict[str, list[str]]:
     """Return, by model, the names of its devices at the start. Raises ConfigError."""
     roles = {name: site.kind.role for name, site in sites.items()}
-    check_roles(roles, files.joints.peers is not PeerLinks.NONE)
+    joints = files.joints
+    check_roles(roles, joints.peers is not PeerLinks.NONE or joints.network is not None)
     if files.homes is None:
         return placed_by_role(policy, needs, rooms, roles)
     return policy.place(needs, rooms)  # which device does what is up to whoever names them

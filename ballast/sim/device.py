@@ -130,13 +130,13 @@ class SimDevice:
         settings, profile, preset = self._settings, self._profile, self._preset
         self._heap = StepsAheadHeap(self.clock, profile.ahead, self.world.agenda)
         calls, needs = LoopTime(self.clock), preset.requires
-        fluid, mapping = self.world.fluid, profile.moving(settings.page_bytes)
-        route = self._route or Route.alone(fluid, profile.link)
+        mapping = profile.moving(settings.page_bytes)
+        route = self._route or Route.alone(self.world.fluid, profile.link)
         self.link = SimLink(self._heap, self.clock, profile.link, mapping, route, calls)
         parts = (self._heap, self.clock, self.link)
         self._streams = SimStreams(*parts, profile.early)
         self.state = self._make_state(settings, specs, profile, calls, needs)
-        self.state.tiers.copies = sim_tiers(self._kv_store, *parts, fluid)
+        self.state.tiers.copies = sim_tiers(self._kv_store, *parts, route.fluid)
         self._machine, self._knob = profile.in_place, KnobSetting.of(preset.values)
         self.in_place = {s.name: self._reads(s, self._costs[s.name]) for s in specs}
         self._runner = self._make_runner(settings, profile, calls)

@@ -49,19 +49,18 @@ from ballast.sim.device import SimDevice
 from ballast.sim.layer_passes import Pass
 from ballast.sim.link import Stream
 from ballast.sim.peer_costs import WorkerStarts, slowest
-from ballast.sim.topology import HostPlace, PeerLinks
-from ballast.sim.world import World
+from ballast.sim.topology import HostPlace, PeerLinks, SimHost
 
 
 class SimLeases:
-    """Lends pages between devices of one world. Implements `control.lease_events.LendingDevices`
+    """Lends pages between devices of one host. Implements `control.lease_events.LendingDevices`
     and `sim.world.Reaching`."""
 
-    def __init__(self, world: World, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
+    def __init__(self, host: SimHost, devices: Mapping[str, tuple[SimDevice, HostPlace]]) -> None:
         """`devices`: by name, with where they are; their pages are of one size."""
         self._devices = {name: device for name, (device, _) in devices.items()}
         self._places = {name: place for name, (_, place) in devices.items()}
-        self._agenda, self._fluid = world.agenda, world.fluid
+        self._agenda, self._fluid = host.world.agenda, host.fluid
         self._costs = slowest(device.peers for device in self._devices.values())
         self._starts = WorkerStarts(self._costs)
         self._machine = Leases(self)
@@ -76,7 +75,7 @@ class SimLeases:
             device.on_restart.append(partial(self._connect, name))
         for name in self._devices:
             self._handle(0.0, MemoryOpenedEvent(name, name))
-        world.reaching.append(self)
+        host.world.reaching.append(self)
 
     @property
     def standing(self) -> tuple[LeaseView, ...]:
@@ -289,12 +288,12 @@ def leases_of(
     if lends:
         apart = PeerLinks.NONE
         lending |= {n for n, (_, at) in devices.items() if at.host.joints.peers is not apart}
-    able = {n: (d, at.host.world, _page_bytes(d)) for n, (d, at) in devices.items() if n in lending}
+    able = {n: (d, at.host, _page_bytes(d)) for n, (d, at) in devices.items() if n in lending}
     leases = []
-    for world, size in dict.fromkeys((world, size) for _, world, size in able.values()):
-        there = {n: devices[n] for n, (_, *at) in able.items() if at == [world, size]}
+    for host, size in dict.fromkeys((host, size) for _, host, size in able.values()):
+        there = {n: devices[n] for n, (_, *at) in able.items() if at == [host, size]}
         if len(there) > 1:
-            leases.append(SimLeases(world, there))
+            leases.append(SimLeases(host, there))
     return leases
 
 

@@ -1,7 +1,7 @@
 """Migrate requests with their KV between simulated devices: the driver of `control.migrations`.
 
-Devices of one host whose links join them exchange requests. Their steps and answers are messages in
-virtual time, and the bytes are flows on the links.
+Devices of one host whose links join them exchange requests, and devices of hosts that a network
+joins. Their steps and answers are messages in virtual time, and the bytes are flows on the links.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ballast.control.migrations import Migrations
 from ballast.core.actions import ActivateCommand
 from ballast.core.event import ArrivalEvent, CancelEvent, Output, TokenOutput
 from ballast.core.link import Direction, LinkRates
-from ballast.core.migration import KvReadEvent, MigrationAnswer, Piece
+from ballast.core.migration import KvReadEvent, MigrationAnswer, Piece, too_long
 from ballast.core.order import MoveRequests
 from ballast.core.request import Request, RequestState, Submission
 from ballast.core.settings import Role
@@ -62,6 +62,7 @@ class SimMigrations:
     ) -> None:
         """`devices`: by name, with where they are; `policy` chooses among devices."""
         self._devices = {name: device for name, (device, _) in devices.items()}
+        self._places = {name: place for name, (_, place) in devices.items()}
         self._homes, self._policy = homes, policy
         self._machine = Migrations(self)
         self._numbers = itertools.count(1)
@@ -140,7 +141,10 @@ class SimMigrations:
         return not self._devices[device].down
 
     def offer(self, source: str, target: str, pieces: Sequence[Piece]) -> str | None:
-        return source
+        there, here = self._places[source].host, self._places[target].host
+        if there is here:
+            return None if here.joints.peers is PeerLinks.NONE else source
+        return None if too_long(pieces, here.joints.network) else source
 
     def has_weights(self, device: str, model: str) -> bool:
         m = self._devices[device].state.models.get(model)
@@ -241,33 +245,37 @@ def _streams(
     place: HostPlace,
     devices: Mapping[str, tuple[SimDevice, HostPlace]],
 ) -> dict[str, Stream]:
-    """Return the stream over which a device reads the KV of each other one. Where they are joined
-    by memory, all have one, as one thread reads."""
+    """Return the stream over which a device reads the KV of each other one that it reaches. Those
+    that are joined by memory have one, as one thread reads."""
     streams: dict[str, Stream] = {}
     memory: Stream | None = None
     read = device.peers.read
     if read is not None:
         wire = Wire(LinkRates.even(read))
-        memory = Stream(device.link, place.host.world.fluid, [wire.side(Direction.TO_DEVICE)])
+        memory = Stream(device.link, place.host.fluid, [wire.side(Direction.TO_DEVICE)])
     for other, (_, there) in devices.items():
         if other == name:
             continue
-        if place.host.joints.peers is PeerLinks.MEMORY:
+        if there.host is not place.host:
+            path = there.over_network(place)
+            streams[other] = Stream(device.link, place.host.world.fluid, path)
+        elif place.host.joints.peers is PeerLinks.MEMORY:
             streams[other] = memory or device.link.stream("kv", Direction.TO_DEVICE)
-        else:
-            streams[other] = Stream(device.link, place.host.world.fluid, there.to_peer(place))
+        elif place.host.joints.peers is not PeerLinks.NONE:
+            streams[other] = Stream(device.link, place.host.fluid, there.to_peer(place))
     return streams
 
 
 def migrations_of(
     devices: Mapping[str, tuple[SimDevice, HostPlace]], policy: FleetPolicy, homes: Homes
 ) -> list[SimMigrations]:
-    """Build the migrations of each host whose devices reach each other."""
-    hosts = dict.fromkeys(place.host for _, place in devices.values())
+    """Build the migrations of each world whose devices reach each other."""
     found = []
-    for host in hosts:
-        there = {name: at for name, at in devices.items() if at[1].host is host}
-        if host.joints.peers is not PeerLinks.NONE and len(there) > 1:
+    for world in dict.fromkeys(place.host.world for _, place in devices.values()):
+        there = {name: at for name, at in devices.items() if at[1].host.world is world}
+        hosts = dict.fromkeys(place.host for _, place in there.values())
+        joined = any(host.joints.peers is not PeerLinks.NONE for host in hosts)
+        if len(there) > 1 and (joined or len(hosts) > 1):
             found.append(SimMigrations(there, homes, policy))
     return found
 

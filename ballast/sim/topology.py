@@ -14,7 +14,7 @@ from enum import Enum
 from ballast.core.errors import ConfigError
 from ballast.core.link import Direction, LinkRates
 from ballast.core.model import ModelSpec
-from ballast.sim.fluid import Side, Wire
+from ballast.sim.fluid import Fluid, Side, Wire
 from ballast.sim.kv_tiers import virtual_store
 from ballast.sim.link import Route
 from ballast.sim.world import World
@@ -53,8 +53,8 @@ class ClusterLinks:
     kv_disk: int = 0
     """Bytes of KV on each host's disk; 0: none is kept there."""
     network: float | None = None
-    """Bytes per second at which a host receives the weights of models that it does not have; None:
-    at once."""
+    """Bytes per second at which a host receives from others, weights of models that it does not
+    have and KV of requests that move there; None: weights at once, and no KV."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -82,7 +82,7 @@ class HostPlace:
     def route(self) -> Route:
         """The wires that bytes cross between the host's memory and the device."""
         path = {way: self._to_host(way) for way in Direction}
-        return Route(self.host.world.fluid, path, self._loads())
+        return Route(self.host.fluid, path, self._loads())
 
     def _loads(self) -> Sequence[Sequence[Side]]:
         others = [other for other in self.host.places if other is not self]
@@ -105,17 +105,29 @@ class HostPlace:
             return [self._wire.up, other._wire.down]
         raise ConfigError("peers", "none", "devices that do not reach each other")
 
+    def over_network(self, other: HostPlace) -> Sequence[Side]:
+        """Return the sides of wires that bytes cross from here to a device of another host: those
+        of the network alone, the narrowest of the way. Raises ConfigError where there is none."""
+        if self.host.net is None or other.host.net is None:
+            raise ConfigError("network", "none", "hosts that reach each other")
+        return [self.host.net.up, other.host.net.down]
+
     def _to_host(self, way: Direction) -> Sequence[Side]:
         own, shared = self._wire.side(way), self.host.wire
         return [own] if shared is None else [own, shared.side(way)]
 
 
 class SimHost:
-    """A host: one world, in which its devices share links."""
+    """A host: its devices share links, in a world of their own, or in one with other hosts."""
 
-    def __init__(self, joints: ClusterLinks) -> None:
-        self.joints, self.world = joints, World()
+    def __init__(self, joints: ClusterLinks, world: World | None = None) -> None:
+        """`world`: of all hosts, whose `World.fluid` then is the network; None: its own."""
+        self.joints, self.world = joints, World() if world is None else world
+        self.fluid = self.world.fluid if world is None else Fluid(world.agenda)
+        """All bytes that move between its devices, and between them and its memory."""
         self.places: list[HostPlace] = []
+        self.net = None if joints.network is None else Wire(LinkRates.even(joints.network))
+        """Wire to the other hosts, for KV."""
         self.wire = None if joints.host is None else Wire(joints.host)
         """Wire that bytes of all the host's devices cross; None: no common bound."""
         self.kv_store = virtual_store(joints.kv_host, joints.kv_disk)
@@ -145,16 +157,20 @@ class SimHost:
         return HostPlace(self, rates)
 
 
-def places(joints: ClusterLinks, units: Sequence[tuple[LinkRates, int]]) -> list[HostPlace]:
+def places(
+    joints: ClusterLinks, units: Sequence[tuple[LinkRates, int]], *, one_world: bool = False
+) -> list[HostPlace]:
     """Return places of devices, on as many hosts as needed.
 
     `units`: by unit, the rates of its own link, and its number of devices: a group of several is on
-    one host, alone there if it has more than a host has.
+    one host, alone there if it has more than a host has. `one_world`: whether devices of different
+    hosts affect each other.
     """
     found: list[HostPlace] = []
+    world = World() if one_world else None
     room = 0
     for rates, devices in units:
-        host = found[-1].host if found and devices <= room else SimHost(joints)
+        host = found[-1].host if found and devices <= room else SimHost(joints, world)
         if not found or host is not found[-1].host:
             room = joints.per_host
         room -= devices

@@ -49,7 +49,8 @@ class World:
     def __init__(self) -> None:
         self.agenda = ChangeQueue()
         self.fluid = Fluid(self.agenda)
-        """All bytes that move between these devices and their hosts."""
+        """All bytes that move between these devices and their host; of several hosts, those that
+        move between hosts."""
         self.reaching: list[Reaching] = []
         """Sources of messages between devices."""
         self._devices: list[Turning] = []

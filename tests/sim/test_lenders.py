@@ -67,7 +67,7 @@ class Pair:
             )
         last = max(r.arrival for r in requests)
         there = {n: (self.devices[n], place) for n, place in zip(NAMES, at, strict=True)}
-        self.leases = SimLeases(at[0].host.world, there)
+        self.leases = SimLeases(at[0].host, there)
         self.crashed: list[str] = []
         self.leases.on_crash.append(lambda at, name: self.crashed.append(name))
         orders: list[tuple[float, Lend | Recall]] = [

@@ -47,6 +47,22 @@ def test_devices_of_a_host_share_its_link() -> None:
     assert seconds((a, DOWN), (b, DOWN)) == [20.0, 20.0]
 
 
+def test_hosts_of_one_world_reach_each_other_over_the_network() -> None:
+    joints = ClusterLinks(per_host=1, network=30.0)
+    a, b, c = places(joints, [(LINK, 1)] * 3, one_world=True)
+    assert len({id(p.host) for p in (a, b, c)}) == 3
+    assert a.host.world is b.host.world is c.host.world
+    assert a.host.fluid is not b.host.fluid
+    ends: list[float] = []
+    for path in (a.over_network(c), b.over_network(c), c.over_network(a)):
+        a.host.world.fluid.start(0.0, path, 600, lambda at, took: ends.append(took))
+    a.host.world.agenda.run(inf)
+    assert ends == [20.0, 40.0, 40.0], "two into one host share its wire"
+    d, e = places(APART, [(LINK, 1)] * 2)
+    with pytest.raises(ConfigError, match="reach each other"):
+        d.over_network(e)
+
+
 def test_a_group_is_on_one_host() -> None:
     units = [(LINK, 1), (LINK, 2), (LINK, 4), (LINK, 1)]
     one, two, four, last = places(ClusterLinks(per_host=2, host=HOST), units)

@@ -27,7 +27,7 @@ from ballast.cluster.placing import part_of
 from ballast.cluster.worker.early_process import COMMAND
 from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.errors import BallastError, ConfigError, Unavailable
-from ballast.core.migration import Piece, at_host
+from ballast.core.migration import Piece, at_host, too_long
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.host_messages import (
     KvOrder,
@@ -43,9 +43,6 @@ MEET_SECONDS = 60.0
 """Time for a host's agent to connect."""
 KEEP_SECONDS = 60.0
 """Time for which hosts keep their devices once the server is gone: for the next one."""
-
-KV_SECONDS = 5.0
-"""Time that KV of a request may take from host to host; more is computed again."""
 
 
 class HostProvider(RelayProvider, Protocol):
@@ -216,7 +213,7 @@ class HostedWorkers:
         if source is target:
             return address
         network = None if self._fleet.hosts is None else self._fleet.hosts.network
-        if network is not None and sum(n for _, n in pieces) > KV_SECONDS * network:
+        if too_long(pieces, network):
             return None
         ticket = secrets.token_hex(16)
         source.send(OfferKvMsg(ticket, target.node, address, tuple(pieces)))

@@ -65,8 +65,8 @@ class ByPrice(FleetPolicy):
     Devices that borrow do not lend. A model moves, as under `kvpr` weights first, where the harm
     that its pages avoid on its device, for others and for requests for it that arrive while it is
     absent, exceeds by `MARGIN` what as many pages cost on the other one. It is not moved again for
-    `settling` seconds. To another host its weights come over the network first: what a move avoids
-    counts for the part of `settling` that is left then.
+    `settling` seconds. To another host its weights, and then the KV of its requests, come over the
+    network: what a move avoids counts for the part of `settling` that is left then.
     """
 
     every: float = 1.0
@@ -260,6 +260,7 @@ def _best_move(
                 for target in targets:
                     cost = target.cost_of(need, h, device)
                     coming = view.seconds_to_host(need, target.device)
+                    coming += view.seconds_between(device, target.device, _kv_used(device, h))
                     gain = most * max(0.0, 1.0 - coming / settling)
                     if gain >= LEAST_GAIN and gain > MARGIN * cost:
                         to = target.device.name
@@ -285,6 +286,11 @@ def _held(device: DeviceLoad, h: ModelLoad) -> int:
     return ceil_div(h.weights, device.page_bytes) + h.kv_pages
 
 
+def _kv_used(device: DeviceLoad, h: Hosting) -> int:
+    """Return the bytes of KV of a model's requests."""
+    return (h.kv_pages - h.cached_pages) * device.page_bytes
+
+
 class _Target(NamedTuple):
     """A device that a model may move to."""
 
@@ -307,6 +313,6 @@ class _Target(NamedTuple):
             return inf
         if self.work + h.work > BUSY or need.least > device.room.bytes:
             return inf
-        kv = (h.kv_pages - h.cached_pages) * source.page_bytes
+        kv = _kv_used(source, h)
         pages = ceil_div(max(need.weights + kv, need.least), device.page_bytes)
         return self.curve.cost(pages) + self.curve.link * ceil_div(kv, device.page_bytes)

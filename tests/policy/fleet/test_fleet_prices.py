@@ -156,14 +156,17 @@ def test_a_model_moves_where_its_pages_cost_less_than_they_avoid() -> None:
     assert policy(replace(back, pairs=()), decision.memo).actions == (), "not again so soon"
 
 
-def test_what_a_move_to_another_host_avoids_counts_once_its_weights_are_there() -> None:
+def test_what_a_move_to_another_host_avoids_counts_once_weights_and_kv_are_there() -> None:
     crowded = PriceCurve(100, ((0, 1e-1),))
     hosts = {"a": "1", "b": "1", "c": "2"}
     full = PriceCurve(0, ((15, 0.0),))
 
-    def moves(b: PriceCurve, seconds: float, *there: ModelLoad) -> tuple[str, str] | None:
+    def moves(
+        b: PriceCurve, seconds: float, *there: ModelLoad, used: int = 0
+    ) -> tuple[str, str] | None:
+        """`seconds`: of the weights over the network; `used`: pages of KV that is not cached."""
         seen = view(
-            device("a", crowded, hosted("y", kv_pages=60)),
+            device("a", crowded, hosted("y", kv_pages=60, cached_pages=60 - used)),
             device("b", b),
             device("c", IDLE, *there),
         )
@@ -174,8 +177,8 @@ def test_what_a_move_to_another_host_avoids_counts_once_its_weights_are_there() 
         ).actions
         return next(((a.device, a.why) for a in actions if isinstance(a, Place)), None)
 
-    def place(*asked: Any) -> str:
-        found = moves(*asked)
+    def place(*asked: Any, used: int = 0) -> str:
+        found = moves(*asked, used=used)
         assert found is not None
         return ": ".join(found).partition(" expected")[0]
 
@@ -183,6 +186,9 @@ def test_what_a_move_to_another_host_avoids_counts_once_its_weights_are_there() 
     assert place(full, 0.0) == "c: avoids 7"
     assert place(full, 30.0) == "c: avoids 3.5", "half of a minute is left"
     assert moves(full, 60.0) is None
+    assert place(full, 15.0, used=10) == "c: avoids 3.5", "as many pages as weights"
+    assert moves(full, 15.0, used=30) is None
+    assert place(IDLE, 15.0, used=30) == "b: avoids 7", "on one host it comes at once"
 
 
 def test_an_absent_model_moves_to_free_pages_for_requests_to_come() -> None:
