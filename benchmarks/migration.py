@@ -1,7 +1,8 @@
 """Streams that move to another device while they run: how long they stand still, and why.
 
 A random Llama of 110M in float32 (or a small `--family`: the recurrent states of `qwen3_next` go
-with its KV) on two CPU devices of a thread each, without HTTP. Four streams begin on one
+with its KV) on two CPU devices of a thread each, without HTTP; with `--hosts` each on a node of Ray
+of its own, so that KV goes over a network (`benchmarks.host_cluster`). Four streams begin on one
 device; once each has some tokens all of them are moved to the other, in turns *with their KV*
 (`ballast.control.migrations`: full blocks are read while the stream runs, and it departs when one
 has filled) and *anew* (the KV of all tokens is computed again, as after a worker's death). Each
@@ -23,7 +24,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,13 +35,17 @@ import yaml
 
 from ballast.bench.servers import serving_fleets
 from ballast.cluster.controller import Controller
+from ballast.cluster.hosts.hosted_workers import HostedWorkers
+from ballast.cluster.hosts.ray_cluster import RayCluster
 from ballast.core.event import FailedOutput, TokenOutput
 from ballast.core.order import MoveRequests
 from ballast.core.request import Sampling, Submission
+from ballast.core.settings import FleetSettings
 from ballast.fleet.fleet_file import load_fleet
 from ballast.policy.presets import PRESETS
 from benchmarks.common import finish, options
 from benchmarks.families import FAMILIES, config, make
+from benchmarks.host_cluster import ray_nodes
 from benchmarks.llamas import LLAMA_6M, LLAMA_110M, TOKENS, make_fleet_file
 
 STREAMS = 4
@@ -145,9 +151,27 @@ class Rounds:
         return streams, ordered, moved
 
 
-async def measure(file: Path, contexts: Sequence[int], rounds: int) -> dict[str, Any]:
+@asynccontextmanager
+async def on_hosts(fleet: FleetSettings, ray: str) -> AsyncIterator[tuple[Controller]]:
+    """A server whose devices are on nodes of Ray."""
+    workers = HostedWorkers(RayCluster(ray), fleet, local=False)
+    await workers.start()
+    controller = Controller(workers, workers)
+    try:
+        await controller.start(fleet)
+        assert len({workers.host_of(device) for device in DEVICES}) == 2
+        yield (controller,)
+    finally:
+        await controller.close(5.0)
+
+
+async def measure(
+    file: Path, contexts: Sequence[int], rounds: int, ray: str | None = None
+) -> dict[str, Any]:
+    """`ray`: address of the cluster on whose nodes the devices are; None: they are here."""
     fleet = load_fleet(file, presets=PRESETS)
-    async with serving_fleets([fleet]) as (server,):
+    serving = serving_fleets([fleet]) if ray is None else on_hosts(fleet, ray)
+    async with serving as (server,):
         found = Rounds(server)
         await found.run(contexts[0], None)  # both devices bring the weights
         await found.run(contexts[0], None)
@@ -188,13 +212,17 @@ def _long(stalls: Mapping[tuple[int, str], Sequence[float]], way: str) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, help="default 6, quick 2")
+        parser.add_argument("--hosts", action="store_true", help="a node of Ray for each device")
         parser.add_argument("--family", choices=sorted(FAMILIES), help="another kind of model")
 
     args = options(__doc__, argv, extra)
     rounds = args.rounds or (2 if args.quick else 6)
     contexts = CONTEXTS[1:2] if args.quick else CONTEXTS
-    with tempfile.TemporaryDirectory() as scratch:
-        result = asyncio.run(measure(two_devices(Path(scratch), args.family), contexts, rounds))
+    nodes = ray_nodes() if args.hosts else nullcontext()
+    with tempfile.TemporaryDirectory() as scratch, nodes as cluster:
+        file = two_devices(Path(scratch), args.family)
+        ray = None if cluster is None else cluster.address
+        result = asyncio.run(measure(file, contexts, rounds, ray))
     finish(args, "migration", result)
 
 

@@ -55,7 +55,7 @@ class LeastPressure(FleetPolicy):
     The new device is added while the old one serves on. When the weights are there, new requests go
     only there, and the model leaves the old device once its open requests have ended. If the
     weights have not come after `patience` seconds, the model stays where it was. Until then it
-    counts at the new device.
+    counts at the new device. A host to which they would take longer over the network gets none.
     """
 
     options: ClassVar = ("every", "threshold")
@@ -87,7 +87,7 @@ class LeastPressure(FleetPolicy):
         homes = homes_of(view)
         leaving, actions = under_way(before, homes, view.now, self.patience)
         withdrawn = {action.model for action in actions}
-        for move in moves(view, homes, self.threshold, leaving, withdrawn):
+        for move in moves(view, homes, self.threshold, leaving, withdrawn, self.patience):
             actions.append(Place(move.model, move.target, move.why, activate=move.warm))
             leaving[move.model] = move.source, view.now
         return FleetDecision(tuple(actions), MigrationMemo(leaving), view.now + self.every)
@@ -216,10 +216,12 @@ def moves(
     threshold: float,
     leaving: Mapping[str, tuple[str, float]],
     fixed: Collection[str],
+    patience: float,
 ) -> list[Move]:
     """Run Algorithm 1 over all models, of which those with several devices, the `fixed` ones and
     idle ones that are resident stay, and those that are `leaving` a device count at the other one.
-    Return the models whose device changes."""
+    Return the models whose device changes; none goes where its weights take longer than `patience`
+    seconds over the network."""
     held = Fillings([PlacementDevice(d.name, float(d.room.bytes)) for d in view.devices])
     found = []
     for claim in _claims(view.needs, homes, leaving, fixed):
@@ -227,7 +229,8 @@ def moves(
         if claim.stays:
             held.add(demand, here)
             continue
-        choice = held.choose(demand, here, threshold, max(0, need.least - need.weights))
+        beside, far = max(0, need.least - need.weights), _far(view, need, here, patience)
+        choice = held.choose(demand, here, threshold, beside, far)
         target = here if choice is None else choice.device
         held.add(demand, target)
         if choice is not None and target != here:
@@ -235,6 +238,14 @@ def moves(
             warm = bool(state.weights or state.open_requests)
             found.append(Move(need.model, here, target, warm, _why(choice, here)))
     return found
+
+
+def _far(view: FleetView, need: Need, here: str, patience: float) -> list[str]:
+    """Return the devices on hosts that a model's weights do not reach in time."""
+    if math.isinf(view.network):
+        return []
+    others = (d for d in view.devices if d.name != here)
+    return [d.name for d in others if view.seconds_to_host(need, d) > patience]
 
 
 def _why(choice: PlacementChoice, here: str) -> str:

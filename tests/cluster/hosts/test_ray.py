@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +21,24 @@ import pytest
 
 from ballast.cluster.hosts.host_choice import HostInfo
 from ballast.cluster.hosts.ray_cluster import RayCluster
+from ballast.cluster.worker.local_process import COMMAND
+from ballast.core.errors import Unavailable
+from ballast.core.settings import FleetSettings
+from benchmarks.hosts_faults import AGENT, descendants, named
 from tests.cluster.fake_device import PAUSE
 from tests.cluster.hosts.test_hosted_workers import hosted
 from tests.cluster.hosts.test_http_relays import App, answered, assert_away, server
-from tests.cluster.hosts.test_kept_workers import pids
+from tests.cluster.hosts.test_kept_workers import pids, serving
+from tests.cluster.hosts.test_kv_between_hosts import (
+    DEVICES,
+    STREAMS,
+    Streams,
+    fleet,  # noqa: F401 - a fixture
+    moved_in,
+    none_used,
+)
 from tests.cluster.test_devices import asked, until
-from tests.cluster.worker.test_worker import DEADLINE, all_of, tokens
+from tests.cluster.worker.test_worker import DEADLINE, FAKE, all_of, tokens
 
 # Not imported here: Ray reads its environment, with the token, when it is.
 pytestmark = [
@@ -82,6 +95,45 @@ def test_streams_of_a_node_that_is_killed_go_on(cluster: Any) -> None:
             await until(lambda: controller.devices.restarts == 1)
             assert workers.host_of(lost) not in ("", name)
             await all_of(controller.router.submit([asked("3", model)]))
+
+    asyncio.run(scenario())
+
+
+def test_streams_move_to_another_node_with_their_kv(
+    cluster: Any,
+    fleet: FleetSettings,  # noqa: F811
+) -> None:
+    async def scenario() -> None:
+        async with (
+            asyncio.timeout(DEADLINE),
+            serving(RayCluster(cluster.address), fleet, COMMAND) as (controller, workers),  # type: ignore[arg-type]
+        ):
+            assert len({workers.host_of(device) for device in DEVICES}) == 2
+            assert await Streams(controller, *DEVICES).moved() == STREAMS
+            assert moved_in(controller) == [0, STREAMS]
+            await until(lambda: none_used(controller))
+
+    asyncio.run(scenario())
+
+
+def agents() -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if named(pid, AGENT)]
+
+
+def test_an_agent_in_whose_place_ray_has_started_another_is_not_waited_for(cluster: Any) -> None:
+    async def scenario() -> None:
+        nodes = RayCluster(cluster.address)
+        await nodes.start()
+        try:
+            node = min(await nodes.hosts())
+            await nodes.open(node, FAKE, anew=False)
+            [first] = agents()
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: agents() not in ([], [first]))
+            with pytest.raises(Unavailable, match="another was started"):
+                await nodes.connect(node, "tcp://127.0.0.1:9", "x" * 40)
+        finally:
+            await nodes.close()
 
     asyncio.run(scenario())
 

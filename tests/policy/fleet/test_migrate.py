@@ -64,6 +64,21 @@ def test_models_are_placed_by_demand_each_where_pressure_is_least() -> None:
     assert moved == [("Place", "b", "y"), ("Place", "c", "z"), ("Place", "d", "z")]
 
 
+def test_a_host_that_weights_do_not_reach_in_time_gets_none() -> None:
+    many = {"x": {"a": 900.0, "b": 500.0, "c": 400.0}, "y": {}, "z": {}}
+    seen = view(0.0, many)
+    hosts = {"x": "1", "y": "2", "z": "1"}
+    devices = [replace(d, room=replace(d.room, host=hosts[d.name])) for d in seen.devices]
+    seen = replace(seen, devices=tuple(devices))
+
+    def moved(seconds: float) -> list[tuple[str, str, str]]:
+        network = 8 * GiB / seconds
+        return said(LeastPressure(patience=30.0)(replace(seen, network=network), None).actions)
+
+    assert moved(29.0) == [("Place", "b", "y"), ("Place", "c", "z")]
+    assert moved(31.0) == [("Place", "b", "z"), ("Place", "c", "z")]
+
+
 def test_nothing_moves_for_less_than_the_threshold() -> None:
     seen = view(0.0, {"x": {"a": 500.0, "b": 100.0}, "y": {"c": 450.0}})
     assert LeastPressure().threshold == 0.2
