@@ -59,6 +59,11 @@ class DeviceRecord(FleetDevice):
         self.moved_in = 0
         """Number of requests that have come from other devices with their KV."""
 
+    @property
+    def host(self) -> str:
+        """Name of its host; empty: the server's, or none now."""
+        return ""
+
     @abstractmethod
     def tell(self, message: ToWorker) -> None:
         """Send a message to the present worker."""

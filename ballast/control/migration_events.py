@@ -146,7 +146,8 @@ class Devices(Protocol):
         """Return whether a model's weights are on a device, by its last report."""
 
     def others(self, device: str, model: str) -> Sequence[str]:
-        """Return the other devices to which requests of a model can be sent."""
+        """Return the other devices to which requests of a model can be sent, those of the same host
+        first: of equals the first one is chosen."""
 
     def leaves(self, device: str, model: str) -> bool:
         """Return whether a model leaves a device, or has left: its worker takes no requests."""

@@ -102,7 +102,9 @@ class RequestMigrations(DeviceObserver[D], Generic[D, S]):
         return self._devices[device].has_weights(model)
 
     def others(self, device: str, model: str) -> Sequence[str]:
-        return [d.name for d in self._devices.others(self._devices[device], model)]
+        here = self._devices[device]
+        others = self._devices.others(here, model)
+        return [d.name for d in sorted(others, key=lambda other: other.host != here.host)]
 
     def leaves(self, device: str, model: str) -> bool:
         here = self._devices[device]

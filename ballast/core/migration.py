@@ -28,9 +28,9 @@ from ballast.core.request import Sampling, Submission
 
 AT_ONCE = 4
 """Bound of the requests of one device that move at the same time."""
-MOST_SECONDS = 5.0
-"""Time that KV of a request may take from host to host, as expected; more is recomputed: the
-request would take longer than `control.migrations` waits."""
+MOST_SECONDS = 2.0
+"""Time that KV of a request may take from host to host, if it has the network alone; more is
+recomputed: `control.migrations` would not wait for AT_ONCE of them."""
 Piece = tuple[int, int]
 """(offset in the device's memory, bytes)."""
 

@@ -151,7 +151,9 @@ class SimMigrations:
         return m is not None and m.residency is Residency.RESIDENT
 
     def others(self, device: str, model: str) -> Sequence[str]:
-        return [d for d in self._homes(model) if d != device and d in self._devices]
+        here = self._places[device].host
+        others = [d for d in self._homes(model) if d != device and d in self._devices]
+        return sorted(others, key=lambda other: self._places[other].host is not here)
 
     def leaves(self, device: str, model: str) -> bool:
         return model not in self._devices[device].state.named

@@ -14,6 +14,7 @@ from ballast.core.settings import DeviceSettings, FleetSettings, HostsSettings
 from ballast.policy.presets import resolve
 from ballast.sim.cluster import Cluster, parse_kinds
 from ballast.sim.cluster_files import ClusterFiles, read_cluster_files
+from ballast.sim.topology import ClusterLinks, PeerLinks
 from tests.sim.test_cluster import arrivals, spec
 
 
@@ -62,6 +63,25 @@ def test_ten_hosts_of_eight_answer_all_requests(preset: str) -> None:
     cluster.run(arrivals(names, 200))
     assert ended == {"FinishedOutput": 200}
     assert len(at) == 80
+
+
+def test_of_equal_devices_one_of_the_same_host_comes_first(tmp_path: Path) -> None:
+    homes, orders = tmp_path / "homes.toml", tmp_path / "orders.toml"
+    homes.write_text("[homes]\nm = [1, 3, 0, 2]\n")
+    orders.write_text('[[orders]]\nat = 1.0\nmodel = "m"\nmigrate = 0\n')
+    read = read_cluster_files(None, str(homes), orders)
+    joints = ClusterLinks(per_host=2, peers=PeerLinks.MEMORY, network=1e9)
+    cluster = Cluster(
+        parse_kinds("4xH100-80G"),
+        [spec("m")],
+        resolve("balloon"),
+        lambda *_: None,
+        files=replace(read, joints=joints),
+    )
+    [migrations] = cluster.controller.migrations
+    names = list(cluster.devices)
+    found = [names.index(d) for d in migrations.others(names[1], "m")]
+    assert found == [0, 3, 2]
 
 
 def moved_at(directory: Path, network: float | None) -> tuple[int, float]:
@@ -118,4 +138,4 @@ def test_kv_of_requests_goes_to_another_host_at_the_networks_pace(tmp_path: Path
     # 400 tokens and more of 512 KiB: a tenth of a second for the first of them.
     assert later > first + 0.09
     assert moved_at(tmp_path, None) == (0, 0.0), "hosts that nothing joins"
-    assert moved_at(tmp_path, 40e6) == (0, 0.0), "more than five seconds for each"
+    assert moved_at(tmp_path, 40e6) == (0, 0.0), "more than two seconds for each"

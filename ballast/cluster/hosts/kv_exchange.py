@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from ballast.cluster.hosts.kv_transfer import FIRST_SECONDS, KvLink, KvSender, OfferedKv
 from ballast.core.errors import BallastError, DeviceError, Unavailable
@@ -145,8 +146,9 @@ class KvExchange:
         self, host: str, ticket: str, n_bytes: int
     ) -> AsyncGenerator[tuple[bytes, int], None]:
         link = await self._reach(host)
-        async for chunk in link.receive(ticket, n_bytes):
-            yield chunk
+        async with aclosing(link.receive(ticket, n_bytes)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _reach(self, host: str) -> KvLink:
         """Return the connection to a host, made where there is none. Raises Unavailable."""

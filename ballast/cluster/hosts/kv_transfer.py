@@ -132,18 +132,33 @@ class KvSender:
             offer = await self._take(asked.ticket, self.node)
             if sum(n for _, n in offer.pieces) != asked.n_bytes:
                 raise Unavailable("it asks for another number of bytes than were offered")
-            exported = await asyncio.to_thread(self._fetch, offer.address)
+            exported = await self._memory(offer.address)
             try:
                 fd = _readable(exported, offer.pieces)
                 for chunk in _chunks(offer.pieces):
                     await credit.acquire()
-                    data, checksum = await asyncio.to_thread(_read, fd, chunk)
+                    data, checksum = _read(fd, chunk)
                     self._socket.send(KvChunkMsg(asked.id, data, checksum))
             finally:
                 exported.discard()
         except (BallastError, OSError) as error:
             log.warning("KV is not sent to another host: %s", error)
             self._socket.send(KvFailedMsg(asked.id, str(error)))
+
+    async def _memory(self, address: str) -> Exported:
+        """Return a device's memory, whose process may take a moment to answer. Raises
+        DeviceError."""
+        fetching = asyncio.ensure_future(asyncio.to_thread(self._fetch, address))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            fetching.add_done_callback(_discard)
+            raise
+
+
+def _discard(fetched: asyncio.Future[Exported]) -> None:
+    if not fetched.cancelled() and fetched.exception() is None:
+        fetched.result().discard()
 
 
 def _readable(exported: Exported, pieces: Sequence[Piece]) -> int:
