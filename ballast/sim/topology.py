@@ -126,7 +126,8 @@ class SimHost:
         self.fluid = self.world.fluid if world is None else Fluid(world.agenda)
         """All bytes that move between its devices, and between them and its memory."""
         self.places: list[HostPlace] = []
-        self.net = None if joints.network is None else Wire(LinkRates.even(joints.network))
+        rate = joints.network
+        self.net = None if rate is None else Wire(LinkRates.even(rate, 2 * rate))
         """Wire to the other hosts, for KV."""
         self.wire = None if joints.host is None else Wire(joints.host)
         """Wire that bytes of all the host's devices cross; None: no common bound."""

@@ -67,7 +67,7 @@ def test_ten_hosts_of_eight_answer_all_requests(preset: str) -> None:
 
 def test_of_equal_devices_one_of_the_same_host_comes_first(tmp_path: Path) -> None:
     homes, orders = tmp_path / "homes.toml", tmp_path / "orders.toml"
-    homes.write_text("[homes]\nm = [1, 3, 0, 2]\n")
+    homes.write_text("[homes]\nm = [0, 1, 2, 3]\n")
     orders.write_text('[[orders]]\nat = 1.0\nmodel = "m"\nmigrate = 0\n')
     read = read_cluster_files(None, str(homes), orders)
     joints = ClusterLinks(per_host=2, peers=PeerLinks.MEMORY, network=1e9)
@@ -80,8 +80,8 @@ def test_of_equal_devices_one_of_the_same_host_comes_first(tmp_path: Path) -> No
     )
     [migrations] = cluster.controller.migrations
     names = list(cluster.devices)
-    found = [names.index(d) for d in migrations.others(names[1], "m")]
-    assert found == [0, 3, 2]
+    found = [names.index(d) for d in migrations.others(names[2], "m")]
+    assert found == [3, 0, 1]
 
 
 def moved_at(directory: Path, network: float | None) -> tuple[int, float]:

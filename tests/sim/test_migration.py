@@ -137,7 +137,7 @@ JOINED = {
     "nvlink": ClusterLinks(per_host=2, peers=PeerLinks.NVLINK, port=LinkRates.even(200e9)),
     "pcie": ClusterLinks(per_host=2, peers=PeerLinks.PCIE),
     "memory": ClusterLinks(per_host=2, peers=PeerLinks.MEMORY),
-    "network": ClusterLinks(network=10e9),
+    "network": ClusterLinks(network=400e9),
 }
 
 

@@ -67,7 +67,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> FleetSettings:
 def asked(i: int) -> Submission:
     prompt = tuple((11 * k + 5 * i + 1) % 64 for k in range(PROMPT))
     sampling = Sampling(temperature=i % 2, seed=i)
-    return Submission(f"{i}", "m", prompt, max_tokens=OUTPUT, sampling=sampling, ignore_eos=True)
+    return Submission(
+        id=f"{i}",
+        model="m",
+        prompt=prompt,
+        max_tokens=OUTPUT,
+        sampling=sampling,
+        ignore_eos=True,
+    )
 
 
 class Streams:
@@ -77,8 +84,9 @@ class Streams:
         self._controller, self._source, self._target = controller, source, target
         self.tokens: list[list[int]] = [[] for _ in range(STREAMS)]
         self._more = asyncio.Event()
+        self._clients: list[asyncio.Future[None]] = []
 
-    async def follow(self, i: int) -> None:
+    async def _follow(self, i: int) -> None:
         stream = self._controller.router.submit([asked(i)])
         try:
             while stream.more:
@@ -90,30 +98,34 @@ class Streams:
         finally:
             stream.close()
 
-    async def grow(self) -> None:
+    async def _grow(self) -> None:
         """Wait until each has 24 tokens more."""
         before = [len(each) for each in self.tokens]
         while any(len(now) < n + 24 for now, n in zip(self.tokens, before, strict=True)):
             self._more.clear()
             await self._more.wait()
+            for client in self._clients:
+                assert not client.done(), client.exception()
 
     async def moved(self, amid: Callable[[], object] = lambda: None) -> int:
         """Run them on `source`, then have them move to `target`; `amid`: called as that begins.
         Returns how many have left. They are compared with undisturbed ones, and end."""
         devices = self._controller.devices
         devices[self._target].cordoned = True
-        clients = [asyncio.ensure_future(self.follow(i)) for i in range(STREAMS)]
-        await self.grow()
+        self._clients = [asyncio.ensure_future(self._follow(i)) for i in range(STREAMS)]
+        for client in self._clients:
+            client.add_done_callback(lambda _: self._more.set())
+        await self._grow()
         devices[self._target].cordoned = False
         amid()
         left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        step = MoveRequests(self._source, "m", target=self._target)
+        step = MoveRequests(self._source, "m", bring=True, target=self._target)
         self._controller.migrations.move_requests(step, left.set_result)
         n = await left
-        await self.grow()
-        for client in clients:
+        await self._grow()
+        for client in self._clients:
             client.cancel()
-        await asyncio.wait(clients)
+        await asyncio.wait(self._clients)
         await until(lambda: devices.open_requests == 0)
         for i, seen in enumerate(self.tokens):
             plain = self._controller.router.submit([replace(asked(i), max_tokens=len(seen))])
