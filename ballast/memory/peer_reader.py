@@ -30,13 +30,6 @@ FromOtherHost = Callable[[str, int, Callable[[], bool]], Generator[bytearray, No
 wanted. Raises DeviceError."""
 
 
-def _from_nowhere(
-    source: str, n_bytes: int, wanted: Callable[[], bool]
-) -> Generator[bytearray, None, None]:
-    raise DeviceError("recv", "this device knows no other host")
-    yield bytearray()
-
-
 class PeerReader:
     """Implements `ballast.engine.migration.KvBytes`; reads on a thread of its own."""
 
@@ -44,7 +37,7 @@ class PeerReader:
         self,
         fetch: Fetch,
         post: Callable[[Event], None],
-        from_host: FromOtherHost = _from_nowhere,
+        from_host: FromOtherHost | None = None,
     ) -> None:
         self._fetch, self._from_host, self._post = fetch, from_host, post
         self._thread = ThreadPoolExecutor(1, "kv-reader")
@@ -136,6 +129,8 @@ class PeerReader:
     ) -> bool:
         """Write what another host sends; return False if the import was stopped. Raises
         DeviceError."""
+        if self._from_host is None:
+            raise DeviceError("recv", "this device knows no other host")
         n_bytes = sum(n for _, n in pieces)
         # What comes is one piece after the other: as if they were one, from 0.
         left = runs([(0, n_bytes)], targets)

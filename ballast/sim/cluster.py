@@ -183,8 +183,7 @@ class Cluster:
         """
         policy = preset.fleet if files.homes is None else files.homes
         prefilling = any(kind.role is Role.PREFILL for kind in kinds)
-        moving = not all(order.lends for order in files.orders)
-        exchanging = moving or policy.moves or prefilling
+        exchanging = files.moves or policy.moves or prefilling
         sites = _sites(kinds, served, files.joints, exchanging)
         rooms, needs = _rooms_and_needs(sites, specs, preset, traffic, busiest)
         homes = _homes(policy, rooms, needs, sites, files)
@@ -192,7 +191,7 @@ class Cluster:
         """By name, devices that serve a model or may come to serve one."""
         for name, site in sites.items():
             own = site.place.host.starts_with(s for s in specs if name in homes[s.name])
-            if not (own or policy.decides or moving):
+            if not (own or policy.decides or files.moves):
                 continue
             send = functools.partial(self._on_prefill_output if prefilling else on_output, name)
             self.devices[name] = SimDevice(

@@ -186,6 +186,11 @@ class ClusterFiles:
     """Fleet policy that replaces the preset's; None: the preset's."""
     orders: tuple[OperatorOrder, ...] = ()
 
+    @property
+    def moves(self) -> bool:
+        """Whether operators have models or requests move."""
+        return not all(order.lends for order in self.orders)
+
     def of(self, fleet: FleetSettings) -> ClusterFiles:
         """Return these, with the KV tiers and the hosts of a fleet; a file of links says itself how
         many devices a host has."""

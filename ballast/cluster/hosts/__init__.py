@@ -30,7 +30,7 @@ In the server:
 - `hosted_worker`: A worker on another host, as `WorkerLink`.
 - `hosted_workers`: The hosts of a server, and the workers of devices on them.
 - `http_relays`: Keep a relay on each host connected with the server.
-- `kv_paths`: Introduce agents that exchange KV.
+- `kv_paths`: Introduce agents to each other.
 - `model_copies`: Which host sends a model to which.
 - `ray_agents`: The agents on the nodes of a Ray cluster, in the process that speaks to Ray.
 - `ray_cluster`: The hosts of a Ray cluster, through a process of its own.

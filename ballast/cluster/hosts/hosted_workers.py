@@ -20,8 +20,7 @@ from ballast.cluster.hosts.host_choice import DeviceNeed, needs_of
 from ballast.cluster.hosts.host_connection import HostConnection
 from ballast.cluster.hosts.hosted_worker import HostedWorker
 from ballast.cluster.hosts.http_relays import HttpRelays, RelayProvider
-from ballast.cluster.hosts.kv_paths import KvPaths
-from ballast.cluster.hosts.model_copies import ModelCopies
+from ballast.cluster.hosts.kv_paths import HostExchanges
 from ballast.cluster.hosts.ray_cluster import RayCluster
 from ballast.cluster.placing import part_of
 from ballast.cluster.worker.early_process import COMMAND
@@ -30,9 +29,7 @@ from ballast.core.errors import BallastError, ConfigError, Unavailable
 from ballast.core.migration import Piece, at_host, too_long
 from ballast.core.settings import FleetSettings, ServerSettings
 from ballast.transport.host_messages import (
-    KvOrder,
     KvReport,
-    ModelOrder,
     ModelReport,
     OfferKvMsg,
 )
@@ -143,7 +140,7 @@ class HostedWorkers:
         """Workers of devices since before this server, until these are started."""
         self._failed = set[str]()
         """Hosts whose agents did not connect at the last attempt."""
-        self._copies, self._kv_paths = ModelCopies(), KvPaths()
+        self._exchanges = HostExchanges()
         self._reserving: dict[str, asyncio.Future[str]] = {}
         """Devices that wait for a host."""
 
@@ -316,14 +313,7 @@ class HostedWorkers:
 
     def _report(self, host: HostConnection, report: ModelReport | KvReport | None) -> None:
         """Have hosts send models and KV to each other."""
-        orders: list[tuple[str, ModelOrder | KvOrder]]
-        if report is None:
-            orders = [*self._copies.leave(host.node), *self._kv_paths.leave(host.node)]
-        elif isinstance(report, KvReport):
-            orders = [*self._kv_paths.handle(host.node, report)]
-        else:
-            orders = [*self._copies.handle(host.node, report)]
-        for node, order in orders:
+        for node, order in self._exchanges.handle(host.node, report):
             self._links[node].send(order)
 
     async def _link(self, node: str) -> HostConnection:
@@ -344,8 +334,7 @@ class HostedWorkers:
             await made.meet(self._fleet.has_gpus, MEET_SECONDS, KEEP_SECONDS)
             self._failed.discard(node)
             assert made.hello is not None
-            self._copies.join(node, host.ip, made.hello.machine)
-            self._kv_paths.join(node, host.ip)
+            self._exchanges.join(node, host.ip, made.hello.machine)
             where = "the server's own host" if made.is_servers else "over TCP"
             log.info("host %s is connected, %s", host.name, where)
             return made

@@ -1,4 +1,4 @@
-"""Introduce agents of hosts to each other, which exchange KV of requests that move between them.
+"""Introduce agents of hosts to each other, which exchange models, and KV of requests that move.
 
 Pure: `HostedWorkers` passes on what agents report, and sends agents what this returns.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 
+from ballast.cluster.hosts.model_copies import ModelCopies
 from ballast.transport.host_messages import (
     HostListensMsg,
     KvOrder,
     KvReport,
     ListenKvMsg,
+    ModelOrder,
+    ModelReport,
     ReachHostMsg,
 )
 
@@ -51,3 +54,25 @@ class KvPaths:
         number = next(self._numbers)
         self._waiting[number] = node, report.node
         return [(report.node, ListenKvMsg(number, node, ip, report.key))]
+
+
+class HostExchanges:
+    """What the hosts of a server send to each other."""
+
+    def __init__(self) -> None:
+        self._models, self._kv = ModelCopies(), KvPaths()
+
+    def join(self, node: str, ip: str, machine: str) -> None:
+        """Note a host; as `ModelCopies.join`."""
+        self._models.join(node, ip, machine)
+        self._kv.join(node, ip)
+
+    def handle(
+        self, node: str, report: ModelReport | KvReport | None
+    ) -> list[tuple[str, ModelOrder | KvOrder]]:
+        """Note what a host reports; None: it is gone. Returns what hosts are to do, by node."""
+        if report is None:
+            return [*self._models.leave(node), *self._kv.leave(node)]
+        if isinstance(report, KvReport):
+            return [*self._kv.handle(node, report)]
+        return [*self._models.handle(node, report)]
