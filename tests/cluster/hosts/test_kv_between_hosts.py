@@ -166,7 +166,7 @@ def test_streams_move_with_their_kv_or_stay(
                 amid.setattr(workers, "offer_kv", lambda *_: "x/of nothing")
                 assert await Streams(controller, *DEVICES).moved() == 0
             with monkeypatch.context() as amid:  # it would take too long
-                slow = replace(fleet, hosts=replace(fleet.hosts, network=1.0))
+                slow = replace(fleet, hosts=HostsSettings(network=1.0))
                 amid.setattr(workers, "_fleet", slow)
                 assert await Streams(controller, *DEVICES).moved() == 0
             assert moved_in(controller) == [STREAMS, STREAMS]

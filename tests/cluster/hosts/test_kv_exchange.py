@@ -29,9 +29,15 @@ from ballast.core.migration import KvReadEvent, Piece, at_host
 from ballast.memory.peer_reader import PeerReader
 from ballast.memory.vm import Exported
 from ballast.transport import kv_door
-from ballast.transport.host_messages import KvReport, OfferKvMsg
+from ballast.transport.host_messages import (
+    HostListensMsg,
+    KvReport,
+    OfferKvMsg,
+    ReachHostMsg,
+    WantHostMsg,
+)
 from ballast.transport.kv_door import read_kv
-from ballast.transport.kv_messages import KvChunkMsg
+from ballast.transport.kv_messages import LONGEST_TO_RECEIVER, KvChunkMsg
 from ballast.transport.page_descriptors import PagesSocket, serve_pages
 from ballast.transport.sockets import LoopSocket
 from tests.cluster.test_devices import until
@@ -249,7 +255,7 @@ def _long(message: KvChunkMsg) -> KvChunkMsg:
 
 
 def _far_too_long(message: KvChunkMsg) -> KvChunkMsg:
-    return KvChunkMsg(message.id, bytes(2 * kv_transfer.LONGEST_TO_RECEIVER), message.checksum)
+    return KvChunkMsg(message.id, bytes(2 * LONGEST_TO_RECEIVER), message.checksum)
 
 
 class Changing(LoopSocket[Any]):
@@ -357,8 +363,8 @@ def test_a_host_that_leaves_before_it_listens_is_not_waited_for() -> None:
     paths = KvPaths()
     for name in "abc":
         paths.join(name, name)
-    [(to, _)] = paths.handle("b", kv_exchange.WantHostMsg("a", "key"))
+    [(to, _)] = paths.handle("b", WantHostMsg("a", "key"))
     assert to == "a"
     assert paths.leave("c") == []
-    assert paths.leave("a") == [("b", kv_exchange.ReachHostMsg("a", "", ""))]
-    assert paths.handle("a", kv_exchange.HostListensMsg(1, "address", "key")) == []
+    assert paths.leave("a") == [("b", ReachHostMsg("a", "", ""))]
+    assert paths.handle("a", HostListensMsg(1, "address", "key")) == []
