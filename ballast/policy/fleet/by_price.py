@@ -286,7 +286,7 @@ def _held(device: DeviceLoad, h: ModelLoad) -> int:
     return ceil_div(h.weights, device.page_bytes) + h.kv_pages
 
 
-def _kv_used(device: DeviceLoad, h: Hosting) -> int:
+def _kv_used(device: DeviceLoad, h: ModelLoad) -> int:
     """Return the bytes of KV of a model's requests."""
     return (h.kv_pages - h.cached_pages) * device.page_bytes
 

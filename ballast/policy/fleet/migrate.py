@@ -240,7 +240,7 @@ def moves(
     return found
 
 
-def _far(view: FleetView, need: Need, here: str, patience: float) -> list[str]:
+def _far(view: FleetView, need: ModelDemand, here: str, patience: float) -> list[str]:
     """Return the devices on hosts that a model's weights do not reach in time."""
     if math.isinf(view.network):
         return []
