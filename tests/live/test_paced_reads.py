@@ -74,6 +74,32 @@ def test_a_pass_reads_every_layer_once_at_the_links_pace(tmp_path: Path) -> None
     assert answers[request.id].tokens == alone[request.id].tokens
 
 
+def test_over_a_link_too_slow_for_its_pace_a_model_comes_whole_if_there_is_room(
+    tmp_path: Path,
+) -> None:
+    """And an idle one makes way; its KV stays."""
+    paths = {n: make_llama(tmp_path / n, i, num_hidden_layers=6) for i, n in enumerate("ab")}
+    requests = [replace(r, max_tokens=6) for r in asked(1, models=("a", "b"))]
+    with InProcess(fleet(paths)) as server:
+        alone = server.generate(requests)
+        m = server.device.state.models["a"]
+        weights, kv = m.weights.pages, m.kv.layout.slab_pages
+    # A tenth of the pages stays free.
+    settings = fleet(paths, pages=round(1.2 * weights) + 4 * kv, preset="c2cserve")
+    rate = LinkSettings(bytes_per_second=2.0 * MiB)
+    with InProcess(replace(settings, link=rate)) as server:
+        models = server.device.state.models
+        for i in range(2):
+            for request in requests:
+                answer = server.generate([replace(request, id=f"{request.id}/{i}")])
+                assert answer[f"{request.id}/{i}"].tokens == alone[request.id].tokens
+                here = models[request.model].weights.plan
+                assert (here.in_place, here.absent) == ({0}, set()), "embeddings stay"
+        assert models["a"].weights.plan.absent
+        server.drain()
+        server.device.state.validate()
+
+
 @pytest.mark.parametrize(
     ("family", "executor"),
     [

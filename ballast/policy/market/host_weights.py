@@ -17,18 +17,96 @@ from ballast.core.actions import Action, Reside
 from ballast.core.link_budget import LinkBudget, link_demand
 from ballast.core.pass_traffic import decode_bytes
 from ballast.core.residency_plan import ResidencyPlan
+from ballast.core.rotation import WHOLE
 from ballast.core.view import DeviceView, ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.idle_segments import divided
+from ballast.policy.plans import activation, eviction
 
 RESERVE = 0.1
 """Part of the pages that stays free for KV when weights leave host memory."""
 BATCH = 0.005
 """Seconds of the link's unreserved part that segments of one copy take. Passes read host memory
 until all of it has landed, and wait while its pages are mapped."""
+FIRST = 4
+"""Waiting requests of a model by which its next passes are judged."""
 HOT = 2
 """Least tokens that a running request is still expected to generate, for its model to be hot: a
 copy costs the link what one pass reads."""
+
+
+# -- models that are asked for --------------------------------------------------------------------
+
+
+def served(view: DeviceView, free: int, *, pages: bool) -> list[Action]:
+    """Have each model served that is asked for and runs nothing: passes read what it lacks in host
+    memory, or it comes onto `free` pages, if `pages` allows it.
+
+    It comes where the link cannot carry its `W / TPOT` beside the models that read over it already
+    (C2CServe, 6.2), so that passes would keep their level on pages alone. Idle models' weights make
+    way, those used longest ago first, as far as `RESERVE` stays free.
+    """
+    actions: list[Action] = []
+    spare = free - round(RESERVE * (view.total - view.arena))
+    idle = sorted(filter(_gives, view.models), key=lambda m: (m.last_used, m.name))
+    asked = [m for m in view.models if _asked_for(m)]
+    for m in sorted(asked, key=lambda m: m.waiting[0].order) if pages else asked:
+        whole = _on_pages(m) if pages and _is_too_slow(view, m) else None
+        room = spare + sum(o.present_pages for o in idle)
+        if whole is not None and (wanted := m.plan.to(whole).pages) <= room:
+            while wanted > spare:
+                gone = eviction(o := idle.pop(0), f"{m.name} is asked for", wanted - spare)
+                spare -= o.plan.to(gone.plan).pages
+                actions.append(gone)
+            spare -= wanted
+            actions += _brought(m, whole)
+        elif m.residency is Residency.ABSENT:
+            actions.append(activation(view, m, "it is asked for", in_place=True))
+    return actions
+
+
+def _asked_for(m: ModelView) -> bool:
+    """Whether a model has requests and runs none, and its places can change now."""
+    if not m.waiting or m.running or m.busy or m.promoting:
+        return False
+    return m.residency is Residency.ABSENT or (
+        m.residency is Residency.RESIDENT and bool(m.plan.in_place)
+    )
+
+
+def _is_too_slow(view: DeviceView, m: ModelView) -> bool:
+    """Whether the link cannot carry what a model's passes would read, for its first requests' next
+    tokens."""
+    if view.near_host or max(m.expected_outputs(r) for r in m.waiting[:FIRST]) < HOT:
+        return False
+    return link_demand(decode_bytes(m.spec), m.spec.slo.tpot) > view.derived(_unreserved)
+
+
+def _on_pages(m: ModelView) -> ResidencyPlan | None:
+    """Return the plan in which a model's own units have pages, but for embeddings of which a pass
+    reads few rows; None: it contains what other models do, or lacks nothing."""
+    if m.shared:
+        return None
+    first = frozenset({0}) if len(m.plan.units) > m.plan.n_layers + 1 else frozenset[int]()
+    on_host = first & (m.plan.in_place | m.plan.absent)
+    plan = replace(m.plan, rotation=WHOLE, absent=frozenset(), in_place=on_host)
+    return plan if m.plan.to(plan).pages > 0 else None
+
+
+def _brought(m: ModelView, whole: ResidencyPlan) -> list[Action]:
+    """Return what brings a model: what it reads in place is given up first."""
+    now, why = m.plan, "it is asked for, and there is room for its weights"
+    leaving = now.in_place - whole.in_place
+    if not leaving:
+        return [Reside(m.name, whole, why)]
+    gone = replace(now, absent=now.absent | leaving, in_place=now.in_place - leaving)
+    return [Reside(m.name, gone, why), Reside(m.name, whole, why)]
+
+
+def _gives(m: ModelView) -> bool:
+    """Whether an idle model has weights on pages that it can give up at once."""
+    there = m.residency in (Residency.ABSENT, Residency.RESIDENT)
+    return m.idle and there and not (m.busy or m.promoting or m.spec.pinned) and m.present_pages > 0
 
 
 # -- onto pages -----------------------------------------------------------------------------------

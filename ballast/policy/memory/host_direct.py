@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.core.actions import Action, Decision
-from ballast.core.view import DeviceView, Residency
+from ballast.core.view import DeviceView
 from ballast.policy.base import PlacedModels
 from ballast.policy.market.claims import kv_claims
 from ballast.policy.market.cover import cover
 from ballast.policy.market.host_weights import (
     copies_to_pages,
     idle_weights_to_host,
+    served,
     weights_home,
     weights_to_host,
 )
@@ -30,7 +31,6 @@ from ballast.policy.market.offers import (
     younger_requests,
 )
 from ballast.policy.memory.defaults import last_resort, unservable
-from ballast.policy.plans import activation
 from ballast.policy.requirements import Requirements
 
 _SOURCES = (
@@ -73,15 +73,12 @@ class HostDirect(PlacedModels):
         return Requirements(in_place=True)
 
     def __call__(self, view: DeviceView, memo: object) -> Decision:
-        actions: list[Action] = [
-            activation(view, m, "it is asked for", in_place=True)
-            for m in view.models
-            if m.residency is Residency.ABSENT and m.waiting
-        ]
         claims, wake = kv_claims(view, waiting=True, patience=self.patience)
+        free, pages = view.free - view.promised, bool(self.promote and not claims)
+        actions = served(view, free, pages=pages)
         covered = cover(view, claims, _SOURCES)
-        if self.promote and not claims:
-            actions += weights_home(view, view.free - view.promised)
+        if pages and not actions:
+            actions += weights_home(view, free)
         return Decision((*actions, *covered.actions), None, wake, covered.promises)
 
     def when_stuck(self, view: DeviceView) -> Sequence[Action]:
@@ -89,5 +86,7 @@ class HostDirect(PlacedModels):
         if the device could not serve some request alone."""
         if unservable(view) is not None:
             return last_resort(view)
+        if absent := served(view, 0, pages=False):
+            return absent
         claims, _ = kv_claims(view, waiting=True, patience=_AT_ONCE)
         return cover(view, claims, _SOURCES).actions or last_resort(view)
