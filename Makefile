@@ -6,6 +6,8 @@ JOBS   ?= 2
 PORT   ?= 8000
 EXTRAS ?=
 PYTHON := $(VENV)/bin/python
+# A file's tests in one process, files in the order of `tests/conftest.py`.
+SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 READY  := $(VENV)/.ballast-ready
 DEV    := $(VENV)/.ballast-ready-dev
 REAL   := $(VENV)/.ballast-ready-demo
@@ -46,14 +48,14 @@ serve: $(FLEET) $(READY)
 	$(VENV)/bin/ballast serve $(FLEET) --port $(PORT)
 
 test: $(DEV)
-	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile
+	$(PYTHON) -m pytest -q -m "not slow" $(SPREAD)
 
 # Twice as slow as `make test`. Machine code and processes that tests start are not traced.
 coverage: $(DEV)
-	$(PYTHON) -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --cov ballast --cov-report term:skip-covered
+	$(PYTHON) -m pytest -q -m "not slow" $(SPREAD) --cov ballast --cov-report term:skip-covered
 
 check: $(DEV)
-	@VENV=$(VENV) scripts/check -n $(JOBS) --dist loadfile
+	@VENV=$(VENV) scripts/check $(SPREAD)
 
 docs: $(DEV)
 	$(PYTHON) -m mkdocs build --strict

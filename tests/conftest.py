@@ -11,6 +11,7 @@ the tests' own process goes as much slower. `scripts/test_everywhere` uses it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -26,6 +27,9 @@ from ballast.core.event import Event
 from ballast.live.inbox import MonotonicClock, QueueInbox
 from tests.poison import poison_freed_kv
 from tests.remembered import remember_inspections
+
+# Until all tests are collected, nothing of what is imported becomes garbage.
+gc.disable()
 
 LONG_EXAMPLES = 1000
 """Examples of each property that has no number of its own, in the profile `long`."""
@@ -86,13 +90,31 @@ poison_freed_kv()
 remember_inspections()
 
 LONGEST = "server", "cluster", "bench"
-"""Folders whose files take longest."""
+"""Folders whose files take longest, beside the files in none."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no process of several is left alone with it."""
     tests = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in LONGEST)
+
+    def is_short(item: pytest.Item) -> bool:
+        folder, *inside = item.path.relative_to(tests).parts
+        return bool(inside) and folder not in LONGEST
+
+    items.sort(key=is_short)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: a full collection, which some tests ask for and
+    others bring about, would take a second to look through it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that count what they have at the end find it collected."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import pytest
 from openai import BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
@@ -173,6 +172,8 @@ def test_openais_client_reads_our_responses(real: ServerProcess) -> None:
 
 
 def test_anthropics_client_reads_our_messages(real: ServerProcess) -> None:
+    import anthropic  # takes two seconds
+
     client = anthropic.Anthropic(
         base_url=real.base, api_key="none", max_retries=0, timeout=DEADLINE
     )

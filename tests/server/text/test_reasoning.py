@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from anthropic.types import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -233,6 +232,8 @@ def test_calls_follow_reasoning_and_are_not_found_in_it() -> None:
 
 
 def test_messages() -> None:
+    from anthropic.types import Message  # two seconds of imports
+
     request = MessagesRequest(model="m", max_tokens=99, messages=[{"role": "user", "content": "a"}])
     answer = whole(MessageForm(head(), request), REASONED)
     Message.model_validate(answer)
