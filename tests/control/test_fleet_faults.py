@@ -7,9 +7,10 @@ import pytest
 from benchmarks.fault_mutations import MUTATIONS, Mutation
 from benchmarks.fault_world import RESTARTING, SPITEFUL
 from benchmarks.fleet_faults import WRONG, finding, world_of
+from tests.effort import some
 
 
-@pytest.mark.parametrize("first", range(0, 100, 20))
+@pytest.mark.parametrize("first", some(range(0, 100, 20), 2))
 def test_no_fault_loses_an_answer_or_a_page(first: int) -> None:
     deaths = moved = lent = 0
     for seed in range(first, first + 20):
@@ -42,7 +43,8 @@ def test_a_seed_replays() -> None:
 
 def test_worlds_whose_server_restarts() -> None:
     restarts = again = 0
-    for seed in [*range(0, 20 * RESTARTING, RESTARTING), 570, 1710, 2150]:
+    seeds = [*some(range(0, 20 * RESTARTING, RESTARTING), 8), 570, 1710, 2150]
+    for seed in seeds:
         world = world_of(seed)
         world.run()
         assert not any(getattr(world, key) for key in WRONG), f"seed {seed}"
@@ -50,8 +52,8 @@ def test_worlds_whose_server_restarts() -> None:
         cut = {c.submission.id for c in world.clients if c.cut}
         asked = {c.submission.id: c for c in world.clients}
         again += sum(asked[f"{i}+"].tokens != [] for i in cut if f"{i}+" in asked)
-    assert restarts >= 20
-    assert again > 10
+    assert restarts >= 0.8 * len(seeds)
+    assert again > 0.4 * len(seeds)
 
 
 @pytest.mark.parametrize("seed", [811, 908, 1209, 1627, 2484, 4447])

@@ -23,6 +23,7 @@ from ballast.transport.worker_messages.request_messages import (
     WithdrawMsg,
 )
 from benchmarks.fault_world import VirtualTimers
+from tests.effort import tries
 
 picks = st.integers(0, 1000)
 TOP = tuple((k, -1.0) for k in range(20))
@@ -200,4 +201,6 @@ class FlowControl(RuleBasedStateMachine):
 
 
 TestFlowControl = FlowControl.TestCase
-TestFlowControl.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFlowControl.settings = settings(
+    max_examples=tries(20, all=60), stateful_step_count=30, deadline=None
+)

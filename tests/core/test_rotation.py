@@ -21,6 +21,7 @@ from ballast.core.rotation import (
     spread,
     stall,
 )
+from tests.effort import tries
 
 LAYERS = 12
 
@@ -159,7 +160,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int, float, float]:
     return n, rotatable, alpha, float(draw(RATIOS)), draw(st.integers(0, 16)) / 4
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(25, all=60))
 @given(worlds())
 def test_no_plan_waits_less_or_brings_less_as_brute_force_finds(
     world: tuple[int, tuple[int, ...], int, float, float],

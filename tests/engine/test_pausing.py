@@ -30,6 +30,7 @@ from ballast.sim.device import SimDevice
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
+from tests.effort import tries
 from tests.sim.test_simulate import COSTS, KEEP_PLACES, OutputLog, fleet, spec, watch
 
 PRESETS = ("balloon", "swap", "static", "mirage", "recompute")
@@ -234,7 +235,9 @@ class Pausing(RuleBasedStateMachine):
 
 
 TestPausing = Pausing.TestCase
-TestPausing.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestPausing.settings = settings(
+    max_examples=tries(8, all=20), stateful_step_count=30, deadline=None
+)
 
 
 def test_a_request_that_fails_while_it_waits_for_its_grammar_says_why() -> None:

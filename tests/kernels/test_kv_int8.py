@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ballast.kernels.attention import AttentionParams
 from ballast.kernels.paged_attention import KvArray, PagedBatch
 from benchmarks.kv_kinds import rounded
+from tests.effort import tries
 from tests.kernels.reference import Example, examples
 from tests.kernels.test_paged_attention import inputs
 
@@ -60,7 +61,7 @@ def attended(
     return out
 
 
-@settings(max_examples=40)
+@settings(max_examples=tries(15, all=40))
 @given(examples(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_equals_plain_rounding_and_softmax_in_float64(e: Example, dtype: torch.dtype) -> None:
     layer = e.layer(dtype)

@@ -27,6 +27,7 @@ from ballast.kernels.linear import (
     unpack,
 )
 from ballast.kernels.linear_code import DOTS, PANEL
+from tests.effort import tries
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -76,7 +77,7 @@ def test_panels_hold_the_matrix(n: int, k: int, dtype: torch.dtype) -> None:
     assert torch.equal(rows(packed, n, k, ids), weight[ids])
 
 
-@settings(max_examples=80)
+@settings(max_examples=tries(25, all=80))
 @given(
     dtype=st.sampled_from(DTYPES),
     n=st.integers(1, 300),

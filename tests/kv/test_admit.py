@@ -12,6 +12,7 @@ from ballast.core.actions import Short
 from ballast.kv.blocks import KvCache
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
+from tests.effort import tries
 from tests.kv.test_blocks import PAGE, cached, grown, make, make_spec
 
 N_PAGES = 5
@@ -157,7 +158,9 @@ class Waiter(RuleBasedStateMachine):
 
 
 TestWaiter = Waiter.TestCase
-TestWaiter.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestWaiter.settings = settings(
+    max_examples=tries(20, all=50), stateful_step_count=25, deadline=None
+)
 
 
 def test_growth_counts_nothing_as_freed() -> None:

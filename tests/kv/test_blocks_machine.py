@@ -29,6 +29,7 @@ from ballast.kv.layout import Layout
 from ballast.memory.lending.borrower import Borrower
 from ballast.memory.pool import Pool
 from ballast.memory.vm_null import NullVm
+from tests.effort import tries
 
 PAGE = 256
 BLOCK_TOKENS = 2
@@ -397,4 +398,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=40, stateful_step_count=50)
+TestMachine.settings = settings(max_examples=tries(15, all=40), stateful_step_count=50)

@@ -13,6 +13,7 @@ from ballast.kv.host_store import HostStore
 from ballast.kv.tier_shelf import KvBlock
 from ballast.kv.tiered_store import TieredStore
 from ballast.memory.cell_book import CELL_BYTES, CellBook
+from tests.effort import tries
 
 MODEL = "finger:float32:2x2x16x1x8:"
 
@@ -175,7 +176,7 @@ def test_chains_span_tiers() -> None:
     directory.validate()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(25, all=60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.integers(1, 7)), max_size=60))
 def test_no_cell_is_lost_whatever_happens(steps: list[tuple[int, int, int]]) -> None:
     store = store_of(9)

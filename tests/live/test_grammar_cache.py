@@ -15,6 +15,7 @@ from ballast.core.units import MiB
 from ballast.live import grammar_cache
 from ballast.live.grammar_cache import LEAST_CHARGE, CachedGrammar, GrammarCache
 from ballast.models.grammar import CompiledGrammar, Grammars
+from tests.effort import tries
 
 NOWHERE = Path("/nonexistent")
 ONE, OTHER = Grammars(NOWHERE, 10, ()), Grammars(NOWHERE, 11, ())
@@ -134,7 +135,7 @@ def id_(entry: CachedGrammar) -> int:
 
 
 TestBook = Book.TestCase
-TestBook.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestBook.settings = settings(max_examples=tries(20, all=50), stateful_step_count=40, deadline=None)
 
 
 def test_a_key_cannot_keep_the_queue_from_others() -> None:

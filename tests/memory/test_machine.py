@@ -18,6 +18,7 @@ from ballast.memory.tensor import array_at
 from ballast.memory.vm import Latch, Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from tests.effort import tries
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.seen_once import system_seen_once
 
@@ -222,8 +223,8 @@ class CudaMemory(Memory):
 
 
 TestNull = Memory.TestCase
-TestNull.settings = settings(max_examples=30, stateful_step_count=40)
+TestNull.settings = settings(max_examples=tries(12, all=30), stateful_step_count=40)
 TestReal = RealMemory.TestCase
-TestReal.settings = settings(max_examples=12, stateful_step_count=40)
+TestReal.settings = settings(max_examples=tries(5, all=12), stateful_step_count=40)
 TestCuda = CudaMemory.TestCase
-TestCuda.settings = settings(max_examples=25, stateful_step_count=40)
+TestCuda.settings = settings(max_examples=tries(10, all=25), stateful_step_count=40)

@@ -92,14 +92,14 @@ def test_no_lane_is_kept_from_others_for_a_whole_load() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: str) -> None:
+def test_every_preset_serves_with_leaps_as_without(preset: str) -> None:
     specs = [layered(f"m{i}", 2 + i, 3) for i in range(3)]
-    asked = submissions([s.name for s in specs], 40, seed=3)
+    asked = submissions([s.name for s in specs], 20, seed=3)
     profile = MachineProfile(
         costs={s.name: COSTS for s in specs}, link=LinkRates.even(RATE), overhead=1e-4, early=True
     )
-    stories: list[list[StoryEntry]] = []
-    for leaps in (True, True, False):
+    opened: list[list[float]] = []
+    for leaps in (True, False):
         entries: list[StoryEntry] = []
         received = OutputLog()
         result = simulate(
@@ -107,10 +107,8 @@ def test_every_preset_serves_twice_the_same_and_with_leaps_as_without(preset: st
         )
         assert received.ended.keys() == {s.id for s in asked}
         assert not result.state.requests
-        stories.append(entries)
-    assert stories[0] == stories[1]
-    opened = [[e["at"] for e in es if e.get("event") == "FirstJobReady"] for es in stories]
-    assert opened[0] == opened[2]
+        opened.append([e["at"] for e in entries if e.get("event") == "FirstJobReady"])
+    assert opened[0] == opened[1]
     assert bool(opened[0]) == (preset in ON_DEMAND)
 
 

@@ -23,6 +23,7 @@ from ballast.sim.device import OnDeviceTurn
 from ballast.sim.layer_stream import SimStream
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import SimulatedRun, simulate
+from tests.effort import some
 from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 
@@ -118,7 +119,7 @@ RUNS = [
 @pytest.mark.parametrize(("preset", "first", "lanes"), RUNS)
 def test_runs_with_and_without_leaps_are_the_same(preset: str, first: int, lanes: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(first, first + 10):
+    for seed in some(range(first, first + 10), 4):
         fleet, specs, requests = world(seed, preset, lanes)
         requests = [
             replace(
@@ -147,7 +148,8 @@ def test_leaps_change_nothing_where_layers_rotate(
 ) -> None:
     register(monkeypatch)
     seen: Counter[str] = Counter()
-    for seed in range(15):
+    seeds = some(range(15), 6)
+    for seed in seeds:
         fleet, specs, requests = restless_world(seed, lanes)
         requests = [replace(r, max_tokens=r.max_tokens * (1 + seed % 4)) for r in requests]
         single, one = run(fleet, specs, requests, leaps=False)
@@ -163,8 +165,8 @@ def test_leaps_change_nothing_where_layers_rotate(
         seen["stalls"] += sum(stream.loads.stall_seconds > 0 for stream in streams)
         seen["loads"] += sum(stream.loads.n for stream in streams)
     assert seen["steps"] > 0.3 / lanes * seen["jobs"], seen
-    assert seen["remaps"] > 60, seen
-    assert seen["stalls"] > 8, seen
+    assert seen["remaps"] > 4 * len(seeds), seen
+    assert seen["stalls"] > len(seeds) / 2, seen
     assert seen["loads"] > seen["jobs"] / 2, seen
 
 

@@ -31,6 +31,7 @@ from ballast.sim.cluster_files import ClusterFiles
 from ballast.sim.replay import replay
 from ballast.sim.story_reader import read_device_stories
 from ballast.sim.topology import APART, ClusterLinks, PeerLinks
+from tests.effort import some
 from tests.sim.test_cluster import spec
 
 EVERY = 1.0
@@ -141,14 +142,14 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("preset", "joints"),
-    [
-        *(("balloon", joints) for joints in JOINED),
-        ("prism", "pcie"),
-        ("recompute+fcfs", "nvlink"),
-    ],
-)
+RUNS = [
+    *(("balloon", "pcie"), ("balloon", "memory"), ("recompute+fcfs", "nvlink")),
+    ("balloon", "network"),
+    *(("balloon", "nvlink"), ("prism", "pcie")),
+]
+
+
+@pytest.mark.parametrize(("preset", "joints"), some(RUNS, 4))
 def test_every_request_is_told_whole_and_once(preset: str, joints: str, tmp_path: Path) -> None:
     ran = Run(preset, JOINED[joints], tmp_path / "story")
     assert ran.cluster.controller.moved > 10

@@ -19,6 +19,7 @@ from ballast.sim.device import OnDeviceTurn
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.simulate import SimulatedRun, simulate
 from ballast.workload.workload import WorkloadRequest
+from tests.effort import some
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import books, run
 from tests.sim.test_orders import COSTS
@@ -137,7 +138,7 @@ def test_a_model_gets_the_memory_that_others_do_not_use() -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_leaps_change_nothing(lanes: int) -> None:
-    for seed in range(6):
+    for seed in some(range(6), 3):
         settings, specs, requests = world(seed, "muxserve", lanes)
         settings = replace(settings, options={"adapt": 0.2})
         result, done = run(settings, specs, requests, leaps=True)

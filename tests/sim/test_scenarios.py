@@ -23,6 +23,7 @@ from ballast.engine.promises import Promises
 from ballast.policy.market.claim_and_offer import Claim, Offer
 from ballast.policy.market.cover import AcceptedOffer
 from ballast.policy.market.page_budget import PageBudget
+from tests.effort import LONG
 from tests.sim.scenarios import (
     FIRST_ORDERS,
     TURNS,
@@ -43,10 +44,6 @@ from tests.sim.watching import Broken, Run
 def scenarios(draw: st.DrawFn) -> Scenario:
     make = draw(st.sampled_from([scenario, scenario, scenario, stream]))
     return make(Drawn(draw))
-
-
-LONG = settings.default.max_examples > 100
-"""By the profile: other examples each time, and many of them."""
 
 
 @settings(max_examples=max(settings.default.max_examples // 4, 8), derandomize=not LONG)

@@ -26,6 +26,7 @@ from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.replay import replay
 from ballast.sim.simulate import simulate
 from ballast.sim.story_reader import DeviceStory, read_device_stories
+from tests.effort import some
 from tests.sim.restless import LENDING, lending_world, register, restless_world
 from tests.sim.test_enough_memory import world
 from tests.sim.test_leap import COSTS
@@ -89,7 +90,7 @@ def recorded_life(
 @pytest.mark.parametrize("preset", ["static", "swap", "balloon", "swap+deadline"])
 def test_simulated_runs_replay_to_the_same_actions(preset: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(24):
+    for seed in some(range(24), 16):
         life = recorded_life(tmp_path / f"{seed}", seed, preset)
         found = replay(life)
         assert found.difference is None, f"seed {seed}: {found.difference}"
@@ -115,7 +116,8 @@ def test_rotations_replay_to_the_same_actions(
     """The policy heeds what jobs took, to the last bit: stories and their leaps tell it."""
     register(monkeypatch)
     seen: Counter[str] = Counter()
-    for seed in range(16):
+    seeds = some(range(16), 8)
+    for seed in seeds:
         lanes = 1 + seed % 3 // 2
         life = recorded_life(
             tmp_path / f"{seed}",
@@ -132,11 +134,10 @@ def test_rotations_replay_to_the_same_actions(
         seen["settled"] += sum(e.get("event") == "Settled" for e in life.entries)
         seen["stalls"] += sum("stall" in e for e in life.entries)
         seen["leaps"] += sum(e.get("event") == "Leap" for e in life.entries)
-    assert seen["settled"] > 0.5 * seen["remaps"] > 60, seen
-    assert seen["stalls"] > 50, seen
-    assert seen["leaps"] > 50, seen
+    assert seen["settled"] > 0.5 * seen["remaps"] > 3 * len(seeds), seen
+    assert min(seen["stalls"], seen["leaps"]) > 3 * len(seeds), seen
     assert seen["refused"], seen
-    assert seen["staged"] > 20, seen
+    assert seen["staged"] > len(seeds), seen
 
 
 def test_layers_that_lend_their_memory_replay(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ballast.sim.device import SimDevice
 from ballast.sim.machine_profile import MachineProfile
 from ballast.sim.topology import APART, ClusterLinks, HostPlace, places
 from ballast.sim.world import World
+from tests.effort import some
 from tests.sim.restless import register, restless_world
 from tests.sim.test_enough_memory import world as fixed_world
 from tests.sim.test_leap import COSTS
@@ -109,7 +110,8 @@ def test_leaps_change_nothing_where_devices_share_a_link(
     that engines schedule ahead, so that requests are put off to ends that are not certain."""
     register(monkeypatch)
     seen: Counter[str] = Counter()
-    for seed in range(6):
+    seeds = some(range(6), 3)
+    for seed in seeds:
         parts = parts_of(seed, preset, lanes)
         runs = [
             Run(parts, places(SHARED, [(LINK, 1)] * 2), leaps=leaps, ahead=ahead)
@@ -122,9 +124,9 @@ def test_leaps_change_nothing_where_devices_share_a_link(
         seen["leaps"] += runs[1].counts("Leap")
         for device in runs[1].devices:
             seen["loads"] += sum(loads.n for loads in device.loads.values())
-    assert seen["slower"] > 4, seen
-    assert seen["leaps"] > 20, seen
-    assert (seen["loads"] > 500) == (preset is None), seen
+    assert seen["slower"] > 0.7 * len(seeds), seen
+    assert seen["leaps"] > 3 * len(seeds), seen
+    assert (seen["loads"] > 80 * len(seeds)) == (preset is None), seen
 
 
 @pytest.mark.parametrize("leaps", [False, True])

@@ -27,6 +27,7 @@ from ballast.memory.vm_null import NullVm
 from ballast.weights.residency import WeightsOnDevice
 from ballast.weights.shared import find_shared
 from ballast.weights.weight_stream import Loads
+from tests.effort import tries
 from tests.engine.counted import count
 from tests.memory.seen_once import system_seen_once
 
@@ -347,9 +348,9 @@ class RealSharing(Sharing):
 
 
 TestNull = Sharing.TestCase
-TestNull.settings = settings(max_examples=30, stateful_step_count=30)
+TestNull.settings = settings(max_examples=tries(12, all=30), stateful_step_count=30)
 TestReal = RealSharing.TestCase
-TestReal.settings = settings(max_examples=8, stateful_step_count=30)
+TestReal.settings = settings(max_examples=tries(4, all=8), stateful_step_count=30)
 
 
 class Quiet:

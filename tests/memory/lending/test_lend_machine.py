@@ -26,6 +26,7 @@ from ballast.memory.tensor import array_at
 from ballast.memory.vm import Exported, Vm
 from ballast.memory.vm_memfd import MemfdVm
 from ballast.memory.vm_null import NullVm
+from tests.effort import tries
 from tests.memory.fake_cuda import FakeDriver
 from tests.memory.seen_once import system_seen_once
 
@@ -336,8 +337,8 @@ class CudaLending(Lending):
 
 
 TestNull = Lending.TestCase
-TestNull.settings = settings(max_examples=20, stateful_step_count=50)
+TestNull.settings = settings(max_examples=tries(8, all=20), stateful_step_count=50)
 TestReal = RealLending.TestCase
-TestReal.settings = settings(max_examples=8, stateful_step_count=50)
+TestReal.settings = settings(max_examples=tries(4, all=8), stateful_step_count=50)
 TestCuda = CudaLending.TestCase
-TestCuda.settings = settings(max_examples=12, stateful_step_count=50)
+TestCuda.settings = settings(max_examples=tries(5, all=12), stateful_step_count=50)

@@ -29,6 +29,7 @@ from ballast.policy.compute.deadline import (
     DeadlineMemo,
     least_chunk,
 )
+from tests.effort import tries
 
 NOW = 100.0
 STEP_TOKENS = 512
@@ -635,7 +636,7 @@ turns = st.none() | st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(40, all=150))
 @given(policies, views(), turns)
 def test_any_view_is_answered_with_a_job(policy: Deadline, v: ComputeView, memo: object) -> None:
     decision = policy(v, memo)
@@ -659,7 +660,7 @@ def test_any_view_is_answered_with_a_job(policy: Deadline, v: ComputeView, memo:
         assert decision.until < math.inf, "the others would wait for ever"
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(30, all=100))
 @given(
     st.lists(st.floats(0.2, 3.0), min_size=2, max_size=4),
     st.lists(st.lists(st.integers(1, 600), max_size=3), min_size=4, max_size=4),

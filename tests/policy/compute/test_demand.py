@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.policy.compute.demand import Demand, Task
+from tests.effort import tries
 
 ROUNDING = 1e-9
 """Seconds: sums of a few numbers below a thousand, in another order."""
@@ -82,7 +83,7 @@ def test_a_task_is_added_if_nobody_is_late_for_it(
         assert laxity([*known, *more]) >= -ROUNDING
 
 
-@settings(max_examples=50)
+@settings(max_examples=tries(25, all=50))
 @given(st.lists(tasks, max_size=3), st.lists(tasks, min_size=1, max_size=4))
 def test_what_is_refused_leaves_room_for_what_comes_later(
     known: list[Task], more: list[Task]

@@ -14,6 +14,7 @@ from ballast.core.errors import ConfigError
 from ballast.policy.fleet.kv_pressure import KvDemand, greedy, max_pressure, moved
 from ballast.policy.fleet.optimal_placement import GAP, lower_bound, optimal
 from ballast.policy.fleet.placement_problem import PlacementDevice
+from tests.effort import tries
 
 TWO = [PlacementDevice("a", 80.0), PlacementDevice("b", 80.0)]
 
@@ -123,7 +124,7 @@ def problems(draw: st.DrawFn) -> tuple[list[KvDemand], list[PlacementDevice]]:
     return claims, devices
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(25, all=60), deadline=None)
 @given(problems())
 def test_the_optimum_is_that_of_brute_force(
     problem: tuple[list[KvDemand], list[PlacementDevice]],

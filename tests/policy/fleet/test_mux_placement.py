@@ -15,6 +15,7 @@ from ballast.core.errors import ConfigError
 from ballast.policy.fleet.mux_estimate import Tenant, estimate
 from ballast.policy.fleet.mux_placement import SHARES, Mesh, _Search, mesh_groups, place
 from ballast.policy.fleet.placement_problem import PlacementDevice
+from tests.effort import tries
 
 GB = 1e9
 
@@ -192,7 +193,7 @@ asked = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(25, all=60))
 @given(asked, st.lists(st.sampled_from([40.0, 80.0]), min_size=1, max_size=3))
 def test_no_placement_is_over_memory_and_the_search_only_improves(
     asked: list[tuple[float, float, int]], memory: list[float]

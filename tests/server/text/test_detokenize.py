@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from ballast.fleet.tokenizer import train_tokenizer
 from ballast.server.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from ballast.server.text.tokenizer import Tokenizer
+from tests.effort import tries
 
 TRICKY = [
     "plain words, and spaces  two   three",
@@ -82,7 +83,7 @@ def reference(tokenizer: Tokenizer) -> Any:
 
 
 @given(st.lists(st.integers(0, len(reference(BYTE_LEVEL)) - 1), max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=tries(60, all=200))
 def test_any_tokens_give_what_the_library_gives(tokens: list[int]) -> None:
     got = "".join(pieces(BYTE_LEVEL.detokenizer(), tokens))
     assert got == reference(BYTE_LEVEL).decode(tokens, skip_special_tokens=True)
