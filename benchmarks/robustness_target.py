@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ballast.bench.server_process import children_of
-from ballast.fleet.make import make_fleet
 
 MODEL, VICTIM, FEW = "atlas-chat", "wren-mini", "few"
 """The model that is attacked, the one that a witness reads, and one of which two requests run."""
@@ -36,6 +35,8 @@ PATIENCE_SECONDS = 120.0
 
 def make_target_fleet(directory: Path) -> Path:
     """Write tiny random models and a fleet file with keys; its path."""
+    from ballast.fleet.make import make_fleet  # children that attack it need no PyTorch
+
     made = make_fleet(
         directory, n_models=2, steps=0, size="tiny", dtype="float32", budget="64MiB", seed=1
     )

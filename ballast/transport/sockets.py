@@ -35,6 +35,8 @@ from ballast.transport.worker_messages.codec import (
 
 In = TypeVar("In")
 
+LINGER_SECONDS = 10.0
+"""Time in which a worker's queued messages are sent at its end, unless the server has ended."""
 _SOCKET = "worker.sock"
 _LONGEST_PATH = 107
 """Bytes of a path, without the final NUL, that fit in `sockaddr_un`."""
@@ -236,7 +238,7 @@ class WorkerSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
-        self._socket.linger = 10_000  # ms; queued messages are sent unless the server has ended
+        self._socket.linger = round(LINGER_SECONDS * 1e3)
         endpoint.attach(self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

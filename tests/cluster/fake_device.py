@@ -155,7 +155,8 @@ class EchoDevice:
 
     def migrate(self, order: migration.MigrationStep) -> None:
         if isinstance(order, migration.ExportKvEvent):
-            self._say(migration.KvExportedAnswer(order.request_id, 0))  # it has no KV
+            # It has no KV.
+            self._say(migration.KvExportedAnswer(order.request_id, 0, attempt=order.attempt))
 
     def set_migration_outbox(self, say: Callable[[migration.MigrationAnswer], None]) -> None:
         self._say = say

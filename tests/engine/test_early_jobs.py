@@ -120,8 +120,7 @@ def check(server: InProcess) -> None:
         assert m.weights.range.os_backed() == m.weights.range.backed + m.weights.range.aliased
 
 
-@pytest.mark.parametrize("model_impl", ["generic", "fused"])
-@pytest.mark.parametrize("linear", ["plain", "packed"])
+@pytest.mark.parametrize(("model_impl", "linear"), [("generic", "plain"), ("fused", "packed")])
 def test_a_cold_models_tokens_are_those_of_a_warm_one(
     paths: dict[str, Path], model_impl: str, linear: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,7 @@ def with_path(settings: FleetSettings, model_impl: str, linear: str) -> FleetSet
     return replace(settings, models=tuple(models))
 
 
-@pytest.mark.parametrize("linear", ["plain", "packed"])
-@pytest.mark.parametrize("model_impl", ["generic", "fused"])
+@pytest.mark.parametrize(("model_impl", "linear"), [("generic", "plain"), ("fused", "packed")])
 def test_rotating_layers_change_no_token(
     paths: dict[str, Path], model_impl: str, linear: str
 ) -> None:

