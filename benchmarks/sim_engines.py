@@ -30,13 +30,13 @@ from rich.console import Console
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad, chunk_pairs
-from ballast.sim.derating import Beside, decode_terms, fit_beside
-from ballast.sim.fitting import Points, Vector, fit_floored
+from ballast.sim.fitting import Vector
 from ballast.sim.model_catalogue import facts
 from ballast.sim.profile_tables import MeasuredModel
 from ballast.sim.roofline import AllReduce, Derate, Sizes, step_costs
 from benchmarks.common import finish, options
 from benchmarks.sim_profiles import BATCHES, LENGTHS, percent, predicted, unseen
+from scripts.derating import Beside, decode_terms, fit_beside
 from scripts.fit_engines import (
     ACTIVATIONS,
     ON,
@@ -54,6 +54,7 @@ from scripts.fit_profiles import (
     stated_rows,
 )
 from scripts.measured import Pair, read_tables
+from scripts.point_fits import Points, fit_floored
 
 GOAL = 8.0
 GROUPS_ON = "A100-80G"

@@ -20,12 +20,12 @@ from rich.progress import track
 
 from ballast.core.cost import StepCosts
 from ballast.core.job import JobLoad
-from ballast.sim.derating import GroupDerate
-from ballast.sim.fitting import DecodeFit, Points, PrefillFit, errors, fit_decode, fit_prefill
 from ballast.sim.roofline import Sizes, roofline
 from benchmarks.common import finish, options
+from scripts.derating import GroupDerate
 from scripts.fit_profiles import derate_of, groups, least_per_context, least_per_pair
 from scripts.measured import Pair, Tables, read_tables
+from scripts.point_fits import DecodeFit, Points, PrefillFit, errors, fit_decode, fit_prefill
 
 GOALS = {"prefill": 4.5, "decode": 3.5}
 BATCHES, LENGTHS = (1, 4, 16, 64, 128), (16, 64, 256, 512)

@@ -16,10 +16,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ballast.core.units import KiB, MiB
-from ballast.sim.derating import Measured, decode_terms, fit_beside, fit_kernels
 from ballast.sim.model_catalogue import facts
 from ballast.sim.profile_tables import EngineProfile, HeldRuns
 from ballast.sim.roofline import AllReduce, Derate, EngineHostCosts, Hardware, KernelReach, Sizes
+from scripts.derating import Measured, decode_terms, fit_beside, fit_kernels
 from scripts.measured import Tables, rows
 
 LAYERS = {

@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from ballast.core.cost import StepCosts
-from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
-from ballast.sim.fitting import errors, fit_decode, fit_prefill
 from ballast.sim.model_catalogue import CatalogueKeys, ModelFacts
 from ballast.sim.profile import CATALOGUE, DeviceProfile
 from ballast.sim.profile_tables import (
@@ -29,6 +27,7 @@ from ballast.sim.profile_tables import (
 )
 from ballast.sim.roofline import AllReduce, Derate, Hardware, KernelReach, Sizes
 from ballast.sim.toml_file import as_toml
+from scripts.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
 from scripts.fit_engines import (
     ACTIVATIONS_SOURCE,
     HELD,
@@ -48,6 +47,7 @@ from scripts.fit_engines import (
     sglang_engine,
 )
 from scripts.measured import Pair, Tables, read_tables, rows
+from scripts.point_fits import errors, fit_decode, fit_prefill
 
 EAGER, GRAPHS, SGLANG = "eager", "graphs", "sglang"
 PROFILES = Path(__file__).parent.parent / "ballast" / "sim" / "profiles"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ballast.sim.fitting import Points
 from ballast.sim.model_catalogue import ModelFacts
 from ballast.sim.roofline import Hardware
+from scripts.point_fits import Points
 
 Pair = tuple[str, str]
 """Device, model (its name in the catalogue)."""

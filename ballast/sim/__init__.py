@@ -11,11 +11,10 @@ it cannot see `server`. Costs come from profiles (`profiles/*.toml`) or a calibr
 - `controller`: The controller in virtual time.
 - `cost_switches`: Switch single costs of a simulation on or off.
 - `decoding`: Advance a batch through pure decode steps without turns of the loop.
-- `derating`: Fit the fraction of its peaks that a device reaches.
 - `device`: `SimDevice`: one device in virtual time.
 - `distorted_traffic`: Estimates of traffic that are taken away or wrong, for ablations.
 - `event_heap`: The event heap, in a total order.
-- `fitting`: Robust fits of the cost formulas to measurements.
+- `fitting`: Robust non-negative fits to measured seconds.
 - `fleet_device`: The controller's record of a simulated device.
 - `fluid`: Max-min fair flows over a graph of links.
 - `frozen_heap`: Keep full garbage collections out of live measurements.

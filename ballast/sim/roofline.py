@@ -2,7 +2,7 @@
 
 A pass reads the weights, a prefill multiplies, attention reads KV: each over the peak that bounds
 it, times a factor that was measured on that device, plus the host's work. `roofline` has device and
-engine in one derate, as fits of one engine's jobs yield them (`sim/derating.py`); `step_costs`
+engine in one derate, as fits of one engine's jobs yield them (`scripts/derating.py`); `step_costs`
 separates them: factors of kernels (`KernelReach`), and costs of an engine's host
 (`EngineHostCosts`). Used by `sim.profile`.
 """

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ballast.sim.fitting import Points
 from benchmarks.sim_engines import (
     Errors,
     Known,
@@ -18,6 +17,7 @@ from benchmarks.sim_engines import (
     kernels_left_out,
     models_left_out,
 )
+from scripts.point_fits import Points
 
 TABLES = Path(os.environ.get("BALLAST_TABLES", "../shared/profiles"))
 needs_tables = pytest.mark.skipif(not TABLES.is_dir(), reason="the measurements are not at hand")

@@ -9,10 +9,10 @@ import pytest
 
 from ballast.core.cost import TILE, StepCosts
 from ballast.core.job import JobLoad, chunk_pairs
-from ballast.sim.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
-from ballast.sim.fitting import Points
 from ballast.sim.model_catalogue import catalogue, facts
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes, roofline
+from scripts.derating import GroupDerate, Measured, fit_derate, fit_group, median_derate
+from scripts.point_fits import Points
 
 HARDWARE = Hardware(
     memory_bytes=80 * 10**9,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from ballast.sim.fitting import (
+from scripts.point_fits import (
     DecodeFit,
     Points,
     PrefillFit,

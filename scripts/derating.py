@@ -1,6 +1,5 @@
 """Fit the fraction of its hardware peaks that a device reaches, from all jobs measured on it.
 
-Used by benchmarks that write profiles (`benchmarks.sim_profiles`), not during a simulation:
 `sim.roofline` applies the fitted factors.
 """
 
@@ -14,8 +13,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ballast.core.cost import TILE, StepCosts
-from ballast.sim.fitting import SCALE, Points, Vector, fit_floored, fit_linear, pair_seconds
+from ballast.sim.fitting import SCALE, Vector, fit_linear
 from ballast.sim.roofline import AllReduce, Derate, Hardware, Sizes
+from scripts.point_fits import Points, fit_floored, pair_seconds
 
 
 @dataclass(frozen=True, slots=True)
