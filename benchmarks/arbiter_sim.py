@@ -10,11 +10,15 @@ H100s alone, fewer rivals, one seed, 10 s of arrivals, knees by powers of two of
 orders of compute chosen at the knee alone.
 
 `worst_vs_best_other`: the least over cells of attainment less that of the best rival, in points, of
-means over seeds. `headroom_closed`: the mean, over cells in which eight times the memory brings a
-point or more to the best of `KNEE_OF`, of the part of that which lies between.
-`mean_rate_vs_best_fixed`: mean over workloads of the rate at which `ballast` attains 95 %, over
-that of the one rival which is best over all; between measured rates by a line. `cells`: means, with
-95 % intervals of the paired differences where there are seeds enough.
+means over seeds. `mean_vs_unseen_best`: the mean, each seed beside the rival that is best on the
+other seeds, as the best of many on few seeds is so by chance in part. `headroom_closed`: the mean,
+over cells in which eight times the memory brings a point or more to the best of `KNEE_OF`, of the
+part of that which lies between. Such a part is large where little lies between, so that a few cells
+decide the mean: `closed_of_sums` is what lies between best rivals and `ballast` in all these cells
+over what lies between best rivals and ample memory, with `closed_interval`, 95 % by drawing cells
+again. `mean_rate_vs_best_fixed`: mean over workloads of the rate at which `ballast` attains 95 %,
+over that of the one rival which is best over all; between measured rates by a line. `cells`: means,
+with 95 % intervals of the paired differences where there are seeds enough.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from ballast.policy.presets import Preset, resolve
@@ -65,8 +70,10 @@ ROWS = {rival: tuple(f"{rival}+{order}" for order in ORDERS) for rival in RIVALS
 COMPARED = defaults(OURS, *chain.from_iterable(ROWS[r] for r in RIVALS if r not in SYSTEMS))
 OWN = (
     "admission/least_harm.py",
+    "memory/absences.py",
     "memory/arbiter.py",
     "market/clearing.py",
+    "market/coming_pages.py",
     "market/harm.py",
     "fleet/by_price.py",
     "market/outlook.py",
@@ -85,6 +92,10 @@ MULTIPLES = (1.0, 2.0)
 """Of the knee."""
 BEHIND = 0.1
 """Of attainment, after the first seed: a rival that far behind is dropped from the cell."""
+STATED = ("worst_vs_best_other", "mean_vs_best_other", "headroom_closed", "closed_of_sums")
+"""Keys below the table."""
+LEAST_CELLS, DRAWS = 5, 2000
+"""Cells from which an interval of their ratio is stated, and how often they are drawn again."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Quantiles for 95 % intervals by the number of seeds."""
 
@@ -202,16 +213,19 @@ def cell(
     ample: Sequence[str] = KNEE_OF,
 ) -> Shares:
     """Return attainment by preset and seed, of rivals by the rows of `better`; those dropped have
-    the first seed's alone. `ample`: presets of which the best has ample memory."""
+    the first seed's alone. `ample`: presets of which the best, on the first seed, has ample
+    memory."""
     large = [f"{AMPLE} {preset}" for preset in ample]
     rows = [OURS, *large, *better.values()]
     first = dict(zip(rows, bench.run([(workload, rate, row, 0) for row in rows]), strict=True))
     best = max(first[row] for row in better.values())
-    kept = {OURS: OURS} | {r: row for r, row in better.items() if first[row] >= best - BEHIND}
+    largest = max(large, key=lambda row: first[row])
+    kept = {OURS: OURS, AMPLE: largest}
+    kept |= {r: row for r, row in better.items() if first[row] >= best - BEHIND}
     wanted = [(workload, rate, row, seed) for seed in range(1, seeds) for row in kept.values()]
     shares = iter(bench.run(wanted))
     found = {p: [first[row]] for p, row in ({OURS: OURS} | dict(better)).items()}
-    found[AMPLE] = [max(first[row] for row in large)]
+    found[AMPLE] = [first[largest]]
     for _ in range(1, seeds):
         for preset in kept:
             found[preset].append(next(shares))
@@ -232,7 +246,8 @@ def summary(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) ->
     """Return the keys of the result, from attainment by cell, preset and seed."""
     found: dict[str, Any] = {}
     margins: list[float] = []
-    closed: list[float] = []
+    unseen: list[float] = []
+    closed: list[tuple[float, float]] = []
     for (workload, rate), by_preset in cells.items():
         means = {p: 100 * fmean(shares) for p, shares in by_preset.items()}
         others = by_preset.keys() - {OURS, AMPLE}
@@ -241,7 +256,8 @@ def summary(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) ->
         margins.append(means[OURS] - means[best])
         room = means[AMPLE] - means[best]
         if room >= 1.0:
-            closed.append((means[OURS] - means[best]) / room)
+            closed.append((means[OURS] - means[best], room))
+        unseen += beside_unseen({p: by_preset[p] for p in (OURS, *full)})
         found[f"{workload}.{rate:g}"] = {
             **means,
             "best_other": best,
@@ -250,10 +266,41 @@ def summary(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) ->
     return {
         "worst_vs_best_other": min(margins),
         "mean_vs_best_other": fmean(margins),
-        "headroom_closed": fmean(closed) if closed else None,
+        "mean_vs_unseen_best": fmean(unseen) if unseen else None,
+        "headroom_closed": fmean(gain / room for gain, room in closed) if closed else None,
+        "closed_of_sums": _of_sums(closed) if closed else None,
+        "closed_interval": drawn_again(closed),
         "mean_rate_vs_best_fixed": _rates(cells),
         "cells": found,
     }
+
+
+def beside_unseen(by_preset: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return, for each seed, the points of `ballast` beside the rival that is best in the mean of
+    the other seeds; none where there is but one seed."""
+    n = len(by_preset[OURS])
+    found = []
+    for seed in range(n if n > 1 else 0):
+        others = {p: sum(of) - of[seed] for p, of in by_preset.items() if p != OURS}
+        best = max(others, key=lambda p: others[p])
+        found.append(100 * (by_preset[OURS][seed] - by_preset[best][seed]))
+    return found
+
+
+def _of_sums(closed: Sequence[tuple[float, float]]) -> float:
+    return sum(gain for gain, _ in closed) / sum(room for _, room in closed)
+
+
+def drawn_again(closed: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the ratio of sums, from cells drawn again with replacement; None:
+    too few cells."""
+    if len(closed) < LEAST_CELLS:
+        return None
+    rng = np.random.default_rng(0)
+    draws = rng.integers(len(closed), size=(DRAWS, len(closed)))
+    gains, rooms = (np.array(part)[draws].sum(1) for part in zip(*closed, strict=True))
+    low, high = np.quantile(gains / rooms, (0.025, 0.975)).tolist()
+    return low, high
 
 
 def _rates(cells: Mapping[tuple[str, float], Mapping[str, Sequence[float]]]) -> float | None:
@@ -300,6 +347,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         between = row["interval"]
         said = "" if between is None else f" {between[0]:+.1f} to {between[1]:+.1f}"
         table.add_row(name, *(f"{row[c]:.1f}" for c in columns), row["best_other"] + said)
+    table.caption = ", ".join(
+        f"{name} {result[name]:+.2f}"
+        for name in (
+            "worst_vs_best_other",
+            "mean_vs_best_other",
+            "headroom_closed",
+            "closed_of_sums",
+        )
+        if result[name] is not None
+    )
     finish(args, "arbiter_sim", result, table)
 
 

@@ -26,6 +26,9 @@ def test_the_worst_cell_and_the_headroom_are_of_the_best_other() -> None:
     )
     assert found["worst_vs_best_other"] == pytest.approx(-10.0)
     assert found["headroom_closed"] == pytest.approx(0.5)  # of the first alone
+    assert found["closed_of_sums"] == pytest.approx(0.5)
+    assert found["closed_interval"] is None
+    assert found["mean_vs_unseen_best"] is None
     assert found["cells"]["b.4"]["best_other"] == "balloon"
 
 
@@ -48,7 +51,7 @@ def test_rivals_have_the_better_of_both_orders_and_are_dropped_ten_points_behind
     bench = cast(arbiter_sim.Bench, Measured())
     better = arbiter_sim.better_rows(bench, "steady", 4.0, ["prism", "balloon", "lru"])
     found = arbiter_sim.cell(bench, "steady", 4.0, 2, better)
-    assert found[arbiter_sim.AMPLE] == [1.0]
+    assert found[arbiter_sim.AMPLE] == [1.0, 0.99]
     assert found["prism"] == pytest.approx([0.9, 0.89])
     assert found["balloon"] == pytest.approx([0.85, 0.84])
     assert found["lru"] == pytest.approx([0.3])
@@ -57,7 +60,29 @@ def test_rivals_have_the_better_of_both_orders_and_are_dropped_ten_points_behind
         arbiter_sim.OURS,
         "prism+round-robin",
         "balloon+deadline",
+        f"{arbiter_sim.AMPLE} balloon+deadline",
     }
+
+
+def test_a_small_denominator_moves_the_mean_of_parts_but_not_the_part_of_sums() -> None:
+    cells = {
+        (name, 4.0): {**shares(ours, prism=0.8), arbiter_sim.AMPLE: [ample]}
+        for name, ours, ample in (("a", 0.86, 0.9), ("b", 0.86, 0.9), ("c", 0.74, 0.82))
+    }
+    found = arbiter_sim.summary(cells)
+    assert found["headroom_closed"] == pytest.approx((0.6 + 0.6 - 3.0) / 3)
+    assert found["closed_of_sums"] == pytest.approx(6 / 22)
+
+
+def test_an_interval_of_cells_that_are_alike_has_no_width() -> None:
+    assert arbiter_sim.drawn_again([(2.0, 4.0)] * 5) == pytest.approx((0.5, 0.5))
+    low, high = arbiter_sim.drawn_again([(0.0, 4.0), (4.0, 4.0)] * 5) or (0, 0)
+    assert 0.0 < low < 0.5 < high < 1.0
+
+
+def test_the_best_other_on_unseen_seeds_is_chosen_without_the_seed_it_is_compared_on() -> None:
+    of = {arbiter_sim.OURS: [0.5, 0.5], "prism": [0.7, 0.4], "lru": [0.3, 0.6]}
+    assert arbiter_sim.beside_unseen(of) == pytest.approx([20.0, 10.0])
 
 
 def test_rivals_are_presets_of_their_own_or_with_an_option() -> None:

@@ -58,7 +58,7 @@ class LeastHarm(Slack):
     """
 
     freed: float = 1
-    resting: float = 0
+    resting: float = 1
 
     def evaluate(self, view: DeviceView) -> tuple[set[str], float]:
         ahead = Outlook(view, freed=self.freed)

@@ -6,6 +6,7 @@ depends on no kind of action: an offer declares all effects of its action.
 - `claim_and_offer`: `Claim` and `Offer`: need for pages, and a way to free them with its price.
 - `claims`: The claims of a device: models to activate, and requests short of KV pages.
 - `clearing`: Cover claims in the order of their gain, by whatever harms least.
+- `coming_pages`: Forecast how many pages become free by themselves, as running requests end.
 - `cover`: Cover claims by offers in order of precedence, from fixed sources or by price.
 - `fair_shares`: Max-min fair shares of KV memory between models that contend for it.
 - `harm`: Expected rise in weighted misses of deadlines when requests are delayed.

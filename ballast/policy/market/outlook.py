@@ -6,7 +6,7 @@ preset `ballast` (`ballast.policy.supply`) and gains of its claims are made of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from ballast.core.lazy_property import lazy_property
 from ballast.core.request import Precedence
 from ballast.core.units import ceil_div
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency
+from ballast.policy.market.coming_pages import FOREVER, FreedPagesForecast, held_pages
 from ballast.policy.market.harm import TIE, Forecast, harm
 from ballast.policy.market.work_ahead import (
     LEAST_SPREAD,
@@ -35,8 +36,6 @@ _WAITS = (0.0, *(1e-3 * 4.0**k for k in range(7)))
 """Seconds by which a round may become longer, between which harms are interpolated."""
 MOST_DISPLACING = 0.95
 """Most of the returns that are taken to displace another model."""
-FOREVER = 10.0
-"""Seconds for which a request is taken to wait if nothing that runs will free its pages."""
 
 
 class ForecastFacts(NamedTuple):
@@ -85,29 +84,6 @@ def waiting_pages(m: ModelView) -> int:
     return ceil_div(blocks, m.slab_blocks) * m.slab_pages
 
 
-class FreedPagesForecast:
-    """Pages that become free by themselves: as running requests end, the earliest first."""
-
-    def __init__(self, seconds: Floats, pages: Floats) -> None:
-        """`seconds` from now until requests end, and the `pages` that each then frees."""
-        order = seconds.argsort()  # whatever comes first of equals, times are theirs
-        self._times = np.full(len(order) + 1, FOREVER)
-        np.minimum(seconds[order], FOREVER, out=self._times[:-1])
-        self._pages = pages[order].cumsum()
-        """Pages free by then, in all."""
-
-    def wait(self, pages: int) -> float:
-        """Return the seconds until so many pages have become free; `FOREVER` at most."""
-        if pages <= 0:
-            return 0.0
-        return float(self._times[self._pages.searchsorted(pages)])
-
-    def waits(self, pages: Floats) -> Floats:
-        """Return the seconds as `wait` for each number of pages."""
-        times: Floats = self._times[self._pages.searchsorted(pages)]
-        return np.where(pages > 0, times, 0.0)
-
-
 class Outlook:
     """Forecasts of one view."""
 
@@ -121,6 +97,7 @@ class Outlook:
         fetches: bool = True,
         freed: float = 1.0,
         survival: bool = True,
+        staying: Container[str] = (),
     ) -> None:
         """`turn`: seconds that a model with requests is expected to be absent; None: as long as
         requests hold their pages. `parked`: seconds that one which makes way now is; None: a turn.
@@ -129,7 +106,7 @@ class Outlook:
         `survival`: chances of cached blocks are told apart by age. `freed`: factor of the times at
         which running requests free their pages; 0: nothing is known of these."""
         self.view, self.now, self._freed, self._turn = view, view.now, freed, turn
-        self.survival = survival
+        self.survival, self.staying = survival, staying
         self._rates: dict[str, float] = {}
         self._parked = parked
         self.chain = 1.0 / (1.0 - min(MOST_DISPLACING, displacing))
@@ -180,10 +157,9 @@ class Outlook:
     @lazy_property
     def coming(self) -> FreedPagesForecast:
         """Pages that become free by themselves."""
-        work = self.work.of_all
-        if not self._freed:
-            return FreedPagesForecast(np.empty(0), np.empty(0))
-        return FreedPagesForecast(work.left * (self.round_seconds * self._freed), work.pages)
+        running = [m for m in self.work.models if m.running] if self._freed else ()
+        held = [m.derived(held_pages) for m in running]
+        return FreedPagesForecast(held, self.round_seconds * self._freed, self.view.page_bytes)
 
     @lazy_property
     def backlog(self) -> int:

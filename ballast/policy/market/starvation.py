@@ -31,6 +31,15 @@ def owes_at(m: ModelView) -> float:
     return max(m.derived(last_served), m.derived(unserved_since)) + LONGEST_WAIT
 
 
+def serves_owed(view: DeviceView, m: ModelView) -> bool:
+    """Whether a model runs requests none of which has had a token, one for `LONGEST_WAIT`: what it
+    came for is still to be done."""
+    if any(r.first is not None for r in m.running):
+        return False
+    since = min((r.last for r in m.running), default=math.inf)
+    return view.now >= since + LONGEST_WAIT
+
+
 def next_owed(view: DeviceView) -> float | None:
     """Return when the next model will owe a first token; None: none will."""
     later = (at for m in view.models if (at := owes_at(m)) > view.now)

@@ -30,6 +30,8 @@ SPREAD = 0.25
 HOPELESS = 0.05
 """Probability to meet its service level below which a request counts as hopeless."""
 _LOGISTIC = math.sqrt(3.0) / math.pi
+UNBOUNDED = 2**31
+"""More tokens than any answer has."""
 _FIELDS = 9
 _UNLIKELY, _LIKELY = -math.log(HOPELESS), -math.log1p(-HOPELESS)
 """Mean lengths that an exponential one exceeds with probability HOPELESS, and with the rest."""
@@ -243,6 +245,11 @@ def mean_outputs(m: ModelView) -> float:
         return mean
     left = float(m.derived(work_of).left.sum())
     return (left + m.derived(_unended)) / max(1, len(m.waiting) + len(m.running))
+
+
+def expected_length(m: ModelView) -> int:
+    """Return the expected number of tokens that a request without a bound will still generate."""
+    return m.traffic.expected_outputs(UNBOUNDED, m.derived(_unended))
 
 
 def _unended(m: ModelView) -> int:

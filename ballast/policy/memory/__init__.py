@@ -3,6 +3,7 @@
 A device's engine loop calls one of these policies. They import `core`, `policy.base`,
 `policy.market` and `policy.supply`, and touch no memory: they return actions.
 
+- `absences`: How long models with requests are absent, learned; those that came back stay a while.
 - `arbiter`: Preset `ballast`: whatever harms least makes way, for whatever gains most.
 - `balloon`: Preset `balloon`: one elastic pool; idle weights and cached prefixes make way.
 - `defaults`: Decisions that all memory policies share, unless a policy overrides them.

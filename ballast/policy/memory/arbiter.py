@@ -7,8 +7,8 @@ weighted misses of deadlines (`ballast.policy.market.harm`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,19 +20,24 @@ from ballast.core.view import DeviceView, ModelView, Residency, Shortage
 from ballast.policy.admission.late_last import IN_TIME
 from ballast.policy.base import MemoryPolicy
 from ballast.policy.market.claim_and_offer import Claim
-from ballast.policy.market.clearing import MarketResult, clear
+from ballast.policy.market.clearing import clear
 from ballast.policy.market.host_weights import weights_home
 from ballast.policy.market.offers import evictable
-from ballast.policy.market.outlook import FOREVER, Outlook
+from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.published_prices import made_free, price_curve
 from ballast.policy.market.staged_blocks import bring_home
-from ballast.policy.market.starvation import last_served, owes_first_token, starving
+from ballast.policy.market.starvation import (
+    last_served,
+    owes_first_token,
+    serves_owed,
+    starving,
+)
 from ballast.policy.market.supply_curve import ListedOffers, OfferTable, SupplyCurve
 from ballast.policy.market.work_ahead import precedence, work_of
+from ballast.policy.memory.absences import Absences
 from ballast.policy.memory.balloon import undo_younger_work
 from ballast.policy.memory.defaults import LendAnswer
-from ballast.policy.memory.reactivation import evicted
-from ballast.policy.plans import activation, is_activation, is_eviction, last_plans
+from ballast.policy.plans import activation, last_plans
 from ballast.policy.requirements import Requirements
 from ballast.policy.supply.cached_blocks import CachedBlocks
 from ballast.policy.supply.host_direct import WeightsInPlace, priced_to_host
@@ -50,69 +55,9 @@ from ballast.policy.supply.weights import idle_weights
 
 AGAIN = 0.1
 """Seconds after which claims that cost more than they gain are compared again."""
-ABSENCE_WEIGHT = 0.2
-"""Weight of the latest absence of a model in what is learned of them."""
 STARVES_AFTER = 30.0
 """Seconds without a token after which a model is served whatever that costs others, though none of
 its requests waits for its first one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Absences:
-    """How long models with requests have been absent, and what their returns displaced: learned, as
-    both depend on how much there is to do. Absences count as long as requests that wait for their
-    end can be in time: after that nobody is in a hurry to end them."""
-
-    since: Mapping[str, float] = field(default_factory=dict)
-    """Models that wait for others, or made way for them, and since when."""
-    mean: float | None = None
-    """Seconds of such absences that have ended; None: none has."""
-    displacing: float = 0.0
-    """Part of the returns for which other models with requests had to make way."""
-    gone: frozenset[str] = frozenset()
-    """Models that made way for others, and have not been back since."""
-
-    def updated(self, view: DeviceView) -> Absences:
-        """Return these as of a view: those that have ended are counted."""
-        if not self.since and not self.gone:
-            return self
-        since: dict[str, float] = {}
-        mean = self.mean
-        for m in view.models:
-            at = self.since.get(m.name)
-            if at is None:
-                continue
-            if m.residency is Residency.RESIDENT:
-                seconds = view.now - at
-                mean = seconds if mean is None else mean + ABSENCE_WEIGHT * (seconds - mean)
-            elif m.waiting and not _is_lost(view, m):
-                since[m.name] = at
-        gone = evicted(view, self.gone, ()) if self.gone else self.gone
-        return replace(self, since=since, mean=mean, gone=gone)
-
-    def begun(self, view: DeviceView, cleared: MarketResult) -> Absences:
-        """Return these with those that a decision begins."""
-        taken = [a.model for a in cleared.actions if isinstance(a, Reside) and is_eviction(a)]
-        parked = [name for name in taken if not view.model(name).idle]
-        waits = [claim.model for claim in cleared.uncovered if claim.weights]
-        waits = [name for name in waits if not _is_lost(view, view.model(name))]
-        if not (taken or waits or self.since or self.gone):
-            return self
-        displacing = self.displacing
-        for a in cleared.actions:
-            if isinstance(a, Reside) and a.model in self.since and is_activation(view, a):
-                displacing += ABSENCE_WEIGHT * (bool(parked) - displacing)
-        begun = dict.fromkeys([*parked, *waits], view.now)
-        gone = evicted(view, self.gone, cleared.actions) if taken or self.gone else self.gone
-        return replace(self, since=begun | dict(self.since), displacing=displacing, gone=gone)
-
-    def turn(self, view: DeviceView) -> float | None:
-        """Return the seconds that a model which is absent is expected to be so still; None: nothing
-        is known yet. Those that find no way to come make it long: they say nothing of how long one
-        that makes way now would be absent (`mean`)."""
-        ages = [view.now - at for at in self.since.values()]
-        age = sum(ages) / len(ages) if ages else 0.0
-        return None if self.mean is None else min(FOREVER, max(self.mean, age))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +86,7 @@ class Arbiter(MemoryPolicy):
     spilling: float = 1
     in_place: float = 0
     staging: float = 0
-    resting: float = 0
+    resting: float = 1
     prewarming: float = 1
     survival: float = 1
     freed: float = 1
@@ -200,6 +145,7 @@ class Arbiter(MemoryPolicy):
             fetches=bool(self.spilling),
             freed=self.freed,
             survival=bool(self.survival),
+            staying=_staying(view, absences),
         )
 
     def _spare(self, ahead: Outlook) -> SupplyCurve:
@@ -350,12 +296,6 @@ def _gains_of_coming(ahead: Outlook, models: Sequence[ModelView]) -> Sequence[fl
     return ahead.harms_of_a_turn(models, ahead.turn, copies, copies)
 
 
-def _is_lost(view: DeviceView, m: ModelView) -> bool:
-    """Whether all waiting requests of a model will miss their levels whatever is done."""
-    work = m.derived(work_of)
-    return bool((work.lost[: work.waiting] < view.now).all())
-
-
 def _moving(view: DeviceView) -> bool:
     """Whether jobs or copies are in flight: where nothing is, the device is stuck."""
     return any(m.busy or m.residency is Residency.ACTIVATING for m in view.models)
@@ -365,6 +305,14 @@ def _starves(view: DeviceView, m: ModelView) -> bool:
     """Whether a model owes a first token, or has got nothing for `STARVES_AFTER`: of such models
     the one that has waited longest must be served."""
     return view.derived(_longest_starved) == m.name
+
+
+def _staying(view: DeviceView, absences: Absences) -> Collection[str]:
+    """Return the models that do not make way yet: those that have just come back, and those that
+    serve, or have to serve, a request that has waited for long."""
+    serving = (m.name for m in view.models if m.running and serves_owed(view, m))
+    starved = view.derived(_longest_starved)
+    return {*absences.until, *serving, *(() if starved is None else (starved,))}
 
 
 def _longest_starved(view: DeviceView) -> str | None:

@@ -18,9 +18,10 @@ from ballast.core.actions import Reside
 from ballast.core.lazy_property import lazy_property
 from ballast.core.view import ModelView, Residency
 from ballast.policy.market.claim_and_offer import Claim, Offer
+from ballast.policy.market.coming_pages import FOREVER
 from ballast.policy.market.harm import TIE
 from ballast.policy.market.offers import evictable
-from ballast.policy.market.outlook import FOREVER, Outlook, waiting_pages
+from ballast.policy.market.outlook import Outlook, waiting_pages
 from ballast.policy.market.page_budget import PageBudget
 from ballast.policy.market.supply_curve import Priced, PricedOrBound, by_price
 from ballast.policy.plans import eviction
@@ -60,6 +61,8 @@ class ParkedModels:
         if claim.weights:
             rank = claim.order.rank
             able = [m for m, r in self._able if r >= rank and m.name != claim.model]
+            if claim.gain < math.inf:
+                able = [m for m in able if m.name not in self._ahead.staying]
             if not (claim.may_preempt and self._ahead.comes_first(claim.order)):
                 able = [m for m in able if not self._ahead.holds_first(m)]
             return by_price(budget, _turns(self._ahead, able, claim, lacking), lacked)
@@ -99,6 +102,7 @@ class ParkedModels:
             if (n := m.derived(_parkable))
             and m.residency is not Residency.ABSENT
             and not ahead.holds_first(m)
+            and m.name not in ahead.staying
         ]
         gains = [lost - waiting.get(m.name, 0.0) for m, _, _ in here]
         if unserved:

@@ -119,17 +119,17 @@ def test_who_made_way_ahead_of_its_pace_waits_behind_first_tokens_that_are_due_e
         view = replace(device(m, free=50), now=3.6)
         moved = {
             id: a.place
-            for a in LeastHarm(resting=1)(view, None).actions
+            for a in LeastHarm()(view, None).actions
             if isinstance(a, Reorder)
             for id in a.requests
         }
         assert (moved.get(back.id) == LATE) is rests
-        assert not LeastHarm()(view, None).actions
+        assert not LeastHarm(resting=0)(view, None).actions
 
 
 def test_who_rests_comes_back_to_its_place_once_no_first_token_is_due_earlier() -> None:
     back = request(1, arrival=0.0, generated=60)._replace(first=0.5, due=1.0, place=LATE, undone=32)
     view = replace(device(model("a", waiting=(back,), first=1), free=50), now=3.6)
-    (found,) = LeastHarm(resting=1)(view, None).actions
+    (found,) = LeastHarm()(view, None).actions
     assert isinstance(found, Reorder)
     assert (found.requests, found.place) == ((back.id,), 0)

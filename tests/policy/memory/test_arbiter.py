@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 from ballast.core.actions import Action, Preempt, Reside
+from ballast.core.cost import copy_seconds
 from ballast.core.view import DeviceView, ModelView, RequestView, Residency, Shortage
 from ballast.policy.market.outlook import Outlook
 from ballast.policy.market.starvation import LONGEST_WAIT
-from ballast.policy.memory.arbiter import STARVES_AFTER, Absences, Arbiter, _gains_of_coming
+from ballast.policy.memory.absences import STAY, Absences
+from ballast.policy.memory.arbiter import STARVES_AFTER, Arbiter, _gains_of_coming
 from ballast.policy.plans import activation
 from tests.policy.worlds import device, evicted, in_parts, kind, model, request
 
@@ -154,7 +158,7 @@ def hopeless(sequence: int, arrival: float) -> RequestView:
 
 
 def preempted(view: DeviceView) -> list[str]:
-    return preempted_by(Arbiter(resting=1), view)
+    return preempted_by(Arbiter(), view)
 
 
 def preempted_by(policy: Arbiter, view: DeviceView) -> list[str]:
@@ -190,7 +194,7 @@ def test_who_is_ahead_of_its_pace_rests_for_a_first_token() -> None:
     at_pace, ahead = decoding(3, 0.0, arrival=55.0), decoding(2, 15.0, arrival=50.0)
     view = waits_beside(*(r._replace(max_tokens=1000) for r in (at_pace, ahead)))
     assert preempted(view) == ["r2"]
-    assert preempted_by(Arbiter(), view) == []
+    assert preempted_by(Arbiter(resting=0), view) == []
     assert preempted(waits_beside(decoding(3, 0.5, arrival=55.0))) == [], "it waits for longer"
 
 
@@ -246,6 +250,38 @@ def test_what_finds_no_way_to_come_makes_parking_others_no_dearer() -> None:
     for since in ({}, {"w": 90.0}):
         decision = Arbiter()(at_100(FIRST, ahead, wanting), Absences(since=since, mean=0.5))
         assert evicted(decision.actions) == {"ahead": 12}
+
+
+def test_a_model_that_came_back_stays_for_as_long_as_copies_of_its_weights_take() -> None:
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
+    streams = tuple(decoding(n, 3.0) for n in range(1, 5))
+    back = parted(model("back", pages=40, kv=2, running=streams))
+    view = at_100(FIRST, back, wanting)
+    copy = copy_seconds(40 * view.page_bytes, view.weights_bytes_per_second)
+    decision = Arbiter()(view, Absences(since={"back": 99.0}, mean=0.5))
+    assert evicted(decision.actions) == {}
+    memo = decision.memo
+    assert isinstance(memo, Absences)
+    assert memo.until == {"back": pytest.approx(100.0 + STAY * copy)}
+    stayed = replace(memo, until={"back": 100.0})
+    assert evicted(Arbiter()(view, stayed).actions) == {"back": 12}
+
+
+def test_who_came_for_a_request_that_waited_for_long_serves_it_before_making_way() -> None:
+    """Its request is late, so that parking it again harms nobody: it would come back at any price,
+    and be parked again, without end."""
+    wanting = model("w", ABSENT, pages=8, waiting=(urgent(9), urgent(10)), first=1)
+    owed = request(1, arrival=80.0)._replace(due=82.0)
+    token = owed._replace(first=99.0, generated=1, last=99.0, pages=2)
+    for waiting, running, stays in (
+        ((owed,), (), True),
+        ((), (owed._replace(pages=2),), True),
+        ((), (token,), False),
+        ((owed,), (token,), False),
+    ):
+        late = parted(model("late", pages=40, kv=2, waiting=waiting, running=running, first=1))
+        found = evicted(acts(at_100(FIRST, late, wanting)))
+        assert ("late" not in found) is stays
 
 
 def test_weights_that_leave_free_pages_to_kv_come_onto_others() -> None:

@@ -15,7 +15,8 @@ from ballast.core.view import (
     Shortage,
     StagingView,
 )
-from ballast.policy.memory.arbiter import Absences, Arbiter
+from ballast.policy.memory.absences import Absences
+from ballast.policy.memory.arbiter import Arbiter
 from tests.policy.worlds import device, layered, model, request
 
 NOW = 100.0
@@ -160,7 +161,7 @@ def test_weights_that_made_way_come_back_where_a_request_is_likely_and_pages_are
 
 def staging(bytes_per_second: float, **options: float) -> list[object]:
     """What is done where blocks of a running model can go to the host, over a link of such rate."""
-    long = running(1, tokens=400, ahead=0.3)
+    long = running(1, tokens=400, ahead=1.0)
     m = layered(model("m", kv=40, running=(FIRST, long)), decode=40e-3)
     m = replace(m, staging=StagingView(0, 80, 1000, 1, 0, False), rotatable=(), layer_pages=0)
     m = replace(m, costs=replace(m.costs, per_token=2e-3))
