@@ -67,8 +67,6 @@ def test_make_a_fleet_and_let_the_doctor_see_it(tmp_path: Path) -> None:
         invoke(*arguments)
 
     assert "wren-mini" in invoke("doctor", tmp_path / "fleet.yaml")
-    (tmp_path / "wren-mini" / "model.safetensors").write_bytes(b"")
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "fleet.yaml")]).exit_code == 1
 
 
 @pytest.mark.parametrize(

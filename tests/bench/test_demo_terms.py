@@ -100,7 +100,7 @@ def terms_on(profile: MachineProfile, seed: int = 0) -> DemoTerms:
     return choose_terms(FLEET, SPECS, profile, 25.0, seed)
 
 
-@pytest.mark.parametrize("slower", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("slower", [0.25, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_preset_keeps_more_levels_than_ballast_on_machines_of_any_speed(
     slower: float, seed: int

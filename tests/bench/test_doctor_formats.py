@@ -10,7 +10,9 @@ import pytest
 from ballast.bench import doctor_fleet
 from ballast.bench.doctor_finding import Verdict
 from ballast.core.units import MiB
+from ballast.fleet import gguf_entry
 from ballast.fleet.gguf_entry import gguf_directory
+from ballast.weights.gguf_export import checkpoint_files
 from benchmarks import gguf_files, quantised
 from benchmarks.exactness import fleet
 from benchmarks.gguf_files import GgufSizes
@@ -47,6 +49,8 @@ def test_a_format_is_told(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16"])
 def test_a_gguf_file_is_told(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Where a header is parsed is no matter here, and a process for it takes a second to start.
+    monkeypatch.setattr(gguf_entry, "_exported", lambda parts, key, text: checkpoint_files(parts))
     gguf_files.write(tmp_path / "m.gguf", gguf_files.values(), gguf_files.tensors(kind))
     directory = Path(gguf_directory(tmp_path / "m.gguf", "path", "m"))
     (found,) = [words for verdict, words in said(directory) if words.startswith("a GGUF file")]

@@ -166,7 +166,6 @@ def test_costs_on_a_share_are_those_measured_there_and_between() -> None:
 @pytest.mark.parametrize(("name", "row"), [("mux_10b", "muxserve"), ("mux_19", "temporal")])
 def test_a_row_of_muxserve_runs_from_end_to_end(name: str, row: str) -> None:
     found = MUXSERVE[name].run(row, 0.3, 1, 6.0, False)
-    assert found == MUXSERVE[name].run(row, 0.3, 1, 6.0, False)
     assert found.requests > 10
     assert 0 <= found.worst <= found.attainment <= 1
 
@@ -212,7 +211,6 @@ def test_levels_are_above_what_a_model_alone_takes() -> None:
 @pytest.mark.parametrize("row", ["prism", "prism, 45 s", "muxserve"])
 def test_a_row_of_prism_runs_from_end_to_end(row: str) -> None:
     found = serve(FEW, row, prism_cases.whole(2), 0, 40.0, False)
-    assert found == serve(FEW, row, prism_cases.whole(2), 0, 40.0, False)
     assert found.complete
     assert 0 <= found.worst <= found.attainment <= 1
 

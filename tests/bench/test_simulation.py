@@ -243,29 +243,36 @@ def test_a_plan_says_how_sure_it_is() -> None:
     assert result["interval"] == [plan.sure.least, plan.sure.most]
     assert result["draws"] == numbers
     assert f"all of {len(numbers)} draws" in " ".join(text(plans_table([plan], 0.9, False)).split())
-    assert planned(it, kind, 0.9, seeds=6) == plan
 
 
-@pytest.mark.parametrize("placement", ["work", "follow", "both"])
-def test_a_busy_model_is_served_by_several_devices(placement: str) -> None:
-    """What two devices cannot serve, six can, if models may have copies."""
-    kinds = parse_kinds("6xL4")
+def busy(placement: str) -> tuple[ClusterRun, int]:
+    """A run of two models on six devices, and its requests."""
     it = SimulationSetup.of(
         fleet(2, "catalogue:Llama-2-7b"), "balloon", WorkloadOptions("poisson", 60.0, 12.0, 512, 1)
     )
+    (ran,) = simulate_presets(
+        it.fleet, it.specs, parse_kinds("6xL4"), it.workload, ["balloon"], placement
+    )
+    return ran, len(it.workload.requests)
 
-    def run(name: str) -> ClusterRun:
-        (ran,) = simulate_presets(it.fleet, it.specs, kinds, it.workload, ["balloon"], name)
-        return ran
 
-    alone, several = run("weights"), run(placement)
+@pytest.fixture(scope="module")
+def alone() -> ClusterRun:
+    """Each model on one device."""
+    return busy("weights")[0]
+
+
+@pytest.mark.parametrize("placement", ["work", "follow", "both"])
+def test_a_busy_model_is_served_by_several_devices(placement: str, alone: ClusterRun) -> None:
+    """What two devices cannot serve, six can, if models may have copies."""
+    several, requests = busy(placement)
     assert several.report.total.attainment > alone.report.total.attainment + 0.1
     assert sum(bool(d["jobs"]) for d in several.devices.values()) > len(alone.devices) == 2
     assert (several.placed > 0) == (placement == "follow")
     moves = several.to_json()["moves"]
     assert len(moves) >= several.placed + several.withdrawn
     assert all(m["action"] != "Place" or "late on" in m["why"] for m in moves)
-    assert several.report.total.answered == len(it.workload.requests)
+    assert several.report.total.answered == requests
 
 
 def test_a_simulation_places_as_the_fleet_does_unless_it_is_asked_otherwise() -> None:
