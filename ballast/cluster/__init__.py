@@ -26,6 +26,7 @@ below them.
 - `kv_broker`: The host's KV store, in the server's process.
 - `kv_client`: A worker's connection to it.
 - `segment_broker`: Segments of weights shared between the workers of a host.
+- `standby_devices`: Devices that serve while load asks for them.
 - `tensor_parallel`: One device served by a group of processes, its ranks.
 - `worker`: The process of one device, and the server's end of it.
 """

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
-from ballast.cluster.device import RemoteDevice
+from ballast.cluster.device import STANDBY, RemoteDevice
 from ballast.cluster.device_set import DeviceSet
 from ballast.cluster.fleet_commands import FleetCommands
 from ballast.cluster.kept_kv import KeptKv
@@ -22,6 +22,7 @@ from ballast.cluster.lending.awaited_leases import AwaitedLeases
 from ballast.cluster.loop_timers import LoopTimers
 from ballast.cluster.output_stream import OutputStream
 from ballast.cluster.placing import Homes, homes_of, part_of
+from ballast.cluster.standby_devices import StandbyDevices
 from ballast.cluster.worker.worker_link import WorkerSource
 from ballast.control.device_observer import DeviceObserver
 from ballast.control.request_migrations import RequestMigrations
@@ -114,11 +115,13 @@ class Controller:
             self._leaving,
             self.kept_kv,
             _HostLosses(self.commands),
+            StandbyDevices(fleet.standby, self.devices, self.workers, self.commands),
         )
         for name in fleet.devices:
             device = RemoteDevice(name, self.workers, self._suspicions, observers)
             device.fleet = part_of(fleet, name, (), 1)
             self.devices.add(device)
+            device.down = STANDBY if name in fleet.standby else device.down
 
     async def start(self, fleet: FleetSettings) -> None:
         """Start all devices; returns when they serve. Raises Unavailable if one cannot start, and
@@ -134,6 +137,9 @@ class Controller:
         for name, device in self.devices.items():
             models = {model for model, at in homes.items() if name in at}
             part = part_of(fleet, name, models, cores)
+            if name in fleet.standby:
+                device.stand_by(part)
+                continue
             starting.append(asyncio.ensure_future(device.start(part)))
         try:
             await asyncio.gather(*starting)
@@ -172,7 +178,8 @@ class Controller:
     def fail_waiting(self) -> bool:
         """Fail the requests of devices that wait for a host, for which nobody can say how long they
         wait; returns whether all devices do."""
-        waiting = [d for d in self.devices.values() if d.down and d.waits_for_host]
+        down = (d for d in self.devices.values() if d.down)
+        waiting = [d for d in down if d.waits_for_host or d.stands_by]
         for device in waiting:
             device.requests.fail_all("unavailable", "no host has room for its device")
         return len(waiting) == len(self.devices)

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 WORKER_LOST = "worker_lost"
 """Code of `FailedOutput` for requests whose worker died and could not be replaced."""
+STANDBY = "it is on standby: no load asks for it"
 LOST_AFTER = 3
 """Consecutive failed starts after which requests fail instead of waiting."""
 BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
@@ -103,6 +104,11 @@ class RemoteDevice(DeviceRecord):
         return self._workers.host_of(self.name)
 
     @property
+    def stands_by(self) -> bool:
+        """Whether it does not serve because no load asks for it."""
+        return self._workers.stands_by(self.name)
+
+    @property
     def waits_for_host(self) -> bool:
         """Whether it waits until a host has room for it."""
         return self._workers.waits(self.name)
@@ -116,6 +122,11 @@ class RemoteDevice(DeviceRecord):
         self.kept = bool(ready.kept)
         for settings in fleet.models if self.kept else ():
             await self.load(settings)
+
+    def stand_by(self, fleet: FleetSettings) -> None:
+        """Start the worker when the device is wanted (`WorkerSource.want`)."""
+        self.fleet, self.down = fleet, STANDBY
+        self._supervisor = asyncio.create_task(self._supervise(serves=False))
 
     async def remove_others(self, wanted: FleetSettings) -> None:
         """Remove the models of a device that was kept which the fleet has no longer, or on other
@@ -219,11 +230,14 @@ class RemoteDevice(DeviceRecord):
 
     # -- workers --------------------------------------------------------------------------------
 
-    async def _supervise(self) -> None:
-        """Handle the worker's messages; replace the worker when it dies."""
+    async def _supervise(self, *, serves: bool = True) -> None:
+        """Handle the worker's messages; replace the worker when it dies. `serves`: whether there is
+        one."""
         clock = asyncio.get_running_loop().time
         failures = 0
         try:
+            if not serves:
+                await self._replace(failures)
             while True:
                 began = clock()
                 why = await self._listen()
@@ -327,7 +341,7 @@ class RemoteDevice(DeviceRecord):
                 if attempts >= LOST_AFTER:
                     self._give_up(self.down)
                 continue
-            self.restarts += 1
+            self.restarts += self.report is not None
             log.warning("%s: a new worker serves; %d requests go on", self.name, len(self.requests))
             self._serve(ready)
             if self.fleet.server.spare_worker:

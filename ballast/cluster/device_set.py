@@ -99,27 +99,29 @@ class DeviceSet(RoutedDevices[RemoteDevice], DeviceObserver[RemoteDevice]):
 
     @property
     def missing(self) -> dict[str, str]:
-        """Devices without a worker that serves, with the reason."""
-        return {name: d.down for name, d in self._devices.items() if d.down is not None}
+        """Devices without a worker that serves, with the reason, but for those on standby."""
+        devices = self._devices.items()
+        return {name: d.down for name, d in devices if d.down is not None and not d.stands_by}
 
     @property
     def down(self) -> str | None:
         """Why no device serves; None if one does."""
         missing = self.missing
-        if len(missing) < len(self._devices):
+        if any(d.down is None for d in self._devices.values()):
             return None
         return next(iter(missing.values()), "the worker starts")
 
     @property
     def lost(self) -> str | None:
         """Why requests fail instead of waiting for a worker; None unless all devices are lost."""
-        reasons = [d.lost for d in self._devices.values()]
+        reasons = [d.lost for d in self._devices.values() if not d.stands_by]
         return reasons[0] if reasons and None not in reasons else None
 
     @property
     def replacing(self) -> bool:
         """Whether a worker is about to take the place of one that died."""
-        return any(d.down is not None and d.lost is None for d in self._devices.values())
+        down = (d for d in self._devices.values() if d.down is not None and d.lost is None)
+        return any(not d.stands_by for d in down)
 
     # -- where models are -------------------------------------------------------------------------
 

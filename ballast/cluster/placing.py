@@ -31,12 +31,17 @@ def homes_of(fleet: FleetSettings) -> dict[str, list[str]]:
     are served. Raises ConfigError for a model that names an unknown device.
     """
     homes = {m.name: named(m, fleet) for m in fleet.models if m.devices}
-    largest = max((device for device, _ in fleet.devices.values()), key=lambda d: d.budget_bytes)
+    largest = max(_serving(fleet).values(), key=lambda d: d.budget_bytes)
     free = [m for m in fleet.models if not m.devices]
     on_device = bool(fleet.others) and not preset_of(fleet).requires.in_place
     misfits = [m for m in free if on_device and approximate_bytes(m, fleet) > largest.budget_bytes]
     found = placed([m for m in free if m not in misfits], fleet, homes)
     return homes | found | {m.name: [largest.name] for m in misfits}
+
+
+def _serving(fleet: FleetSettings) -> dict[str, DeviceSettings]:
+    """Return the devices that always serve, by name: models are placed on those first."""
+    return {name: d for name, (d, _) in fleet.devices.items() if name not in fleet.standby}
 
 
 def named(model: ModelSettings, fleet: FleetSettings) -> list[str]:
@@ -56,7 +61,7 @@ def placed(
     Judges by the sizes of weights in the checkpoints' headers; whether KV and activations fit is
     known only after a device has loaded them. Raises ConfigError where a model fits nowhere.
     """
-    devices = fleet.devices
+    devices = _serving(fleet)
     if len(devices) == 1:
         return {m.name: list(devices) for m in models}
     preset = preset_of(fleet)
@@ -64,11 +69,11 @@ def placed(
         sizes = {m.name: 1 for m in (*fleet.models, *models)}
     else:
         sizes = {m.name: approximate_bytes(m, fleet) for m in (*fleet.models, *models)}
-    taken = dict.fromkeys(devices, 0)
+    taken = dict.fromkeys(fleet.devices, 0)
     for name, at in homes.items():
         for device in at:
             taken[device] += sizes[name]
-    largest = max(device.budget_bytes for device, _ in devices.values())
+    largest = max(device.budget_bytes for device in devices.values())
     for model in models:
         if sizes[model.name] > largest:
             allowed = (
@@ -79,9 +84,9 @@ def placed(
     needs = [ModelDemand(m.name, 0, sizes[m.name]) for m in models]
     rooms = [
         DeviceCapacity(name, max(device.page_bytes, device.budget_bytes - taken[name]))
-        for name, (device, _) in devices.items()
+        for name, device in devices.items()
     ]
-    roles = {name: device.role for name, (device, _) in devices.items()}
+    roles = {name: device.role for name, device in devices.items()}
     return placed_by_role(preset.fleet, needs, rooms, roles)
 
 

@@ -27,6 +27,7 @@ simulator runs `migrations`, `leases` and `orders` too. Imports `transport`'s me
 - `routed_devices`: The devices of a fleet, and which of them take requests of a model.
 - `routed_prefixes`: Prefixes that a device is believed to have cached, for routing.
 - `spares`: The prepared worker process in reserve on a host, and when another is started.
+- `standby`: When devices on standby serve, and when they leave again.
 - `suspicion`: Requests suspected of killing workers, which run alone.
 - `timers`: The time and timers of the machines, in real or virtual time.
 """

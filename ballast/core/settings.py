@@ -267,6 +267,9 @@ class HostsSettings:
     """Port at which each host of the cluster answers HTTP; None: the server's own alone."""
     fleet: str = ""
     """Name of this fleet among those on the cluster; empty: derived from the file's path."""
+    least: int | None = None
+    """Devices, the first of the fleet, that always serve; the others are on standby: they serve
+    while load asks for them. None: all."""
     devices: int = 1
     """Simulated devices on each host."""
     network: float | None = None
@@ -309,6 +312,12 @@ class FleetSettings:
         """All devices with their links, by name."""
         links = (self.link, *self.other_links)
         return {d.name: (d, at) for d, at in zip((self.device, *self.others), links, strict=True)}
+
+    @property
+    def standby(self) -> tuple[str, ...]:
+        """Names of the devices that serve only while load asks for them."""
+        least = None if self.hosts is None or not self.hosts.ray else self.hosts.least
+        return () if least is None else tuple(self.devices)[least:]
 
     @property
     def own_names(self) -> set[str]:

@@ -22,6 +22,7 @@ from ballast.server.observe.server_state import DeviceNow, ServerNow
 _STATUS = {
     "ok": ("● serving", "green"),
     "draining": ("◐ draining", "yellow"),
+    "standby": ("○ on standby", "dim"),
     "restarting": ("◐ the worker restarts", "yellow"),
     "lost": ("✗ no worker", "bold red"),
 }

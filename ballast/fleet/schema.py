@@ -362,6 +362,7 @@ class HostsKeys(Keys):
     ray: str = ""
     http: Annotated[int, Field(ge=1, le=65535)] | None = None
     fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
+    least: Count | None = None
     devices: Count = HostsSettings().devices
     network: Bandwidth | None = None
 

@@ -28,6 +28,7 @@ from ballast.cluster.worker.spare_worker import SpareWorker
 from ballast.core.errors import BallastError, ConfigError, Unavailable
 from ballast.core.migration import Piece, at_host, too_long
 from ballast.core.settings import FleetSettings, ServerSettings
+from ballast.policy.presets import preset_of
 from ballast.transport.host_messages import (
     KvReport,
     ModelReport,
@@ -61,6 +62,9 @@ class HostProvider(RelayProvider, Protocol):
 
     async def connect(self, node: str, address: str, key: str) -> None: ...
 
+    async def release(self, device: str) -> None:
+        """Free what was reserved for a device, or what it waits for. Raises Unavailable."""
+
     async def close(self) -> None: ...
 
 
@@ -71,6 +75,14 @@ def check_hosted(fleet: FleetSettings) -> None:
             raise ConfigError(f"devices[{i}].name", device.name, "hosts of Ray have CPUs so far")
     if fleet.kv.host_bytes:
         raise ConfigError("kv_host", fleet.kv.host_bytes, "not kept on many hosts so far")
+    if fleet.standby and not preset_of(fleet).fleet.moves:
+        allowed = "with a placement that moves models, as `follow`: nothing comes there else"
+        raise ConfigError("hosts.least", len(fleet.devices) - len(fleet.standby), allowed)
+    for i, model in enumerate(fleet.models):
+        if on_standby := set(model.devices).intersection(fleet.standby):
+            raise ConfigError(
+                f"models[{i}].devices", min(on_standby), "a device that always serves"
+            )
 
 
 def fleet_id(file: Path, named: str = "") -> str:
@@ -143,6 +155,9 @@ class HostedWorkers:
         self._exchanges = HostExchanges()
         self._reserving: dict[str, asyncio.Future[str]] = {}
         """Devices that wait for a host."""
+        self._wanted = {device: asyncio.Event() for device in fleet.standby}
+        """Of devices that are not always wanted."""
+        self._releasing = set[asyncio.Task[None]]()
 
     async def start(self) -> None:
         """Connect to the provider, and to the workers that a server before this one has left.
@@ -172,6 +187,8 @@ class HostedWorkers:
         for id, device in list(link.kept.items()):
             if reserved.get(device) != link.node or device not in self._needs:
                 continue
+            if device in self._wanted:
+                continue  # it begins on standby
             worker, serves = self._new(device), False
             del link.kept[id]
             try:
@@ -215,6 +232,25 @@ class HostedWorkers:
         ticket = secrets.token_hex(16)
         source.send(OfferKvMsg(ticket, target.node, address, tuple(pieces)))
         return at_host(source.node, ticket)
+
+    def stands_by(self, device: str) -> bool:
+        return device in self._wanted and not self._wanted[device].is_set()
+
+    def want(self, device: str, wanted: bool) -> None:
+        if wanted:
+            self._wanted[device].set()
+            return
+        self._wanted[device].clear()
+        self._nodes.pop(device, None)
+        releasing = asyncio.ensure_future(self._release(device))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
+
+    async def _release(self, device: str) -> None:
+        try:
+            await self._provider.release(device)
+        except Unavailable as error:
+            log.warning("the room of %s is not freed: %s", device, error)
 
     def waits(self, device: str) -> bool:
         return device in self._reserving
@@ -281,6 +317,8 @@ class HostedWorkers:
     async def _find(self, device: str) -> tuple[HostConnection, int]:
         """Return the host of a device, with its threads; waits until one has room. Raises
         Unavailable."""
+        if device in self._wanted:
+            await self._wanted[device].wait()
         node = self._nodes.get(device)
         link = self._links.get(node or "")
         if node is None or (link is not None and (link.gone or link.name in self._drained)):

@@ -28,6 +28,7 @@ from ballast.cluster.hosts.ray_messages import (
     OpenRelayMsg,
     RayAnswer,
     RayRequest,
+    ReleaseHostMsg,
     ReserveHostMsg,
 )
 from ballast.core.errors import ConfigError, Unavailable
@@ -126,6 +127,10 @@ class RayCluster:
         hosts = tuple(avoid), tuple(doubtful)
         answer = await self._ask(lambda id: ReserveHostMsg(id, device, need, *hosts))
         return answer.node
+
+    async def release(self, device: str) -> None:
+        """Free what was reserved for a device, or what it waits for."""
+        await self._ask(lambda id: ReleaseHostMsg(id, device))
 
     async def open(
         self, node: str, worker_command: Sequence[str], *, anew: bool

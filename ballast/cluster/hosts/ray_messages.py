@@ -38,6 +38,12 @@ class ReserveHostMsg(RayMessage, frozen=True):
     doubtful: tuple[str, ...]
 
 
+class ReleaseHostMsg(RayMessage, frozen=True):
+    """Free a device's resources, or have it wait for none any more."""
+
+    device: str
+
+
 class OpenHostMsg(RayMessage, frozen=True):
     """Start an agent on a host, unless one is there; `anew`: in place of that one."""
 
@@ -101,6 +107,7 @@ RayRequest = (
     | KeptMsg
     | EndFleetMsg
     | ReserveHostMsg
+    | ReleaseHostMsg
     | OpenHostMsg
     | ConnectHostMsg
     | OpenRelayMsg

@@ -42,6 +42,7 @@ from ballast.cluster.hosts.ray_messages import (
     OpenRelayMsg,
     RayAnswer,
     RayRequest,
+    ReleaseHostMsg,
     ReserveHostMsg,
 )
 from ballast.cluster.hosts.ray_relays import RayRelays
@@ -74,6 +75,10 @@ class RayDriver:
                     return RayAnswer(request.id, hosts=_hosts())
                 case ReserveHostMsg():
                     return RayAnswer(request.id, node=self._reserve(request))
+                case ReleaseHostMsg():
+                    with self._lock:
+                        self._release(request.device)
+                    return RayAnswer(request.id)
                 case KeptMsg():
                     return self._kept(request)
                 case EndFleetMsg():

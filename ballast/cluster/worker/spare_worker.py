@@ -61,6 +61,12 @@ class LocalWorkers:
     def offer_kv(self, device: str, reader: str, address: str, pieces: Sequence[Piece]) -> str:
         return address
 
+    def stands_by(self, device: str) -> bool:
+        return False
+
+    def want(self, device: str, wanted: bool) -> None:
+        pass
+
     def waits(self, device: str) -> bool:
         return False
 

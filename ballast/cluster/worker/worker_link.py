@@ -57,6 +57,13 @@ class WorkerSource(Protocol):
         """Have the worker of `reader` read pieces of a device's memory, which is exported at
         `address`; as of `migration_events.Devices.offer`."""
 
+    def stands_by(self, device: str) -> bool:
+        """Return whether a device has no worker because it is not wanted."""
+
+    def want(self, device: str, wanted: bool) -> None:
+        """Have a device that was on standby get a worker, or be on standby once its worker has
+        ended; then its host's room is free."""
+
     def waits(self, device: str) -> bool:
         """Return whether a device waits for a host that has room, for as long as it takes."""
 

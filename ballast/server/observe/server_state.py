@@ -50,7 +50,7 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """One device, as its worker last reported it."""
 
     device: str
-    status: Literal["ok", "restarting", "lost"]
+    status: Literal["ok", "standby", "restarting", "lost"]
     reason: str | None
     """Reason why no worker serves the device, if none does."""
     restarts: int

@@ -110,8 +110,10 @@ def server_now(service: Service, gate: Gate, models: list[ModelNow]) -> ServerNo
 
 def _device(device: RemoteDevice) -> DeviceNow:
     report = device.report or _unreported([device.name])
-    status: Literal["ok", "restarting", "lost"] = "ok"
-    if device.down is not None:
+    status: Literal["ok", "standby", "restarting", "lost"] = "ok"
+    if device.stands_by:
+        status = "standby"
+    elif device.down is not None:
         status = "restarting" if device.lost is None else "lost"
     return DeviceNow(
         device=device.name,

@@ -56,6 +56,9 @@ class Agents:
         self.devices[device] = node
         return node
 
+    async def release(self, device: str) -> None:
+        self.devices.pop(device, None)
+
     async def kept(self) -> tuple[list[str], dict[str, str]]:
         nodes = [node for node, a in self.agents.items() if a.returncode is None]
         return nodes, dict(self.devices)
