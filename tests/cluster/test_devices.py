@@ -13,13 +13,14 @@ import pytest
 
 from ballast.cluster import device as keeping
 from ballast.cluster.controller import Controller
-from ballast.cluster.device import WORKER_LOST, RemoteDevice
+from ballast.cluster.device import WORKER_LOST, Answered, RemoteDevice
 from ballast.cluster.worker.local_worker import LocalWorker
 from ballast.core.actions import Change
 from ballast.core.command import Add, Remove
 from ballast.core.errors import Unavailable
 from ballast.core.event import FailedOutput, FinishedOutput
 from ballast.core.fleet_orders import Drain, Place, Uncordon, Withdraw
+from ballast.core.fleet_state import OPERATOR, Command
 from ballast.core.request import Submission
 from ballast.core.settings import (
     DeviceSettings,
@@ -242,14 +243,13 @@ def test_an_order_is_done_by_all_or_none() -> None:
         async with running(FLEET) as (controller, _):
             second = controller.devices["cpu:1"]
             refusing = ModelSettings(name="c", path="c", devices=BOTH)
-            real = second.command
+            real = second.order
 
-            async def command(order: object, by: str = "operator") -> object:
-                if isinstance(order, Add):
-                    return await real(Add(replace(refusing, path="broken")))
-                return await real(order)  # type: ignore[arg-type]
+            def order(command: Command, answered: Answered, by: str = OPERATOR) -> None:
+                refused = Add(replace(refusing, path="broken"))
+                real(refused if isinstance(command, Add) else command, answered, by)
 
-            second.command = command  # type: ignore[method-assign, assignment]
+            second.order = order  # type: ignore[method-assign]
             outcome = await controller.commands.execute(Add(refusing))
             assert (outcome.code, outcome.reason) == ("invalid", "it is broken")
             assert list(controller.devices.specs) == ["a", "b", "ab"]
