@@ -167,6 +167,8 @@ class HostedWorkers:
         self._needs = needs_of(self._fleet, {node: host.cpus for node, host in hosts.items()})
         nodes, reserved = await self._provider.kept()
         await asyncio.gather(*(self._find_kept(node, reserved) for node in nodes))
+        for device in self._wanted.keys() & reserved.keys():
+            await self._provider.release(device)
         log.info("%d devices on %d hosts", len(self._needs), len(hosts))
         if self._kept:
             log.warning("%d devices serve since before this server", len(self._kept))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,9 @@ from tests.cluster.hosts.test_hosted_workers import (
     hosted,
     patience,  # noqa: F401 - a fixture
 )
+from tests.cluster.hosts.test_kept_workers import THREADS, begun, die, pids, serving
 from tests.cluster.test_devices import FLEET, asked, until
-from tests.cluster.worker.test_worker import all_of
+from tests.cluster.worker.test_worker import DEADLINE, all_of
 
 ELASTIC = replace(
     FLEET,
@@ -63,6 +65,31 @@ def test_a_device_comes_with_load_and_leaves_its_host(monkeypatch: pytest.Monkey
             await serves_and_leaves()
             await serves_and_leaves()
             assert not controller.fail_waiting(), "one serves"
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_had_come_is_on_standby_under_the_next_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standby, "WANT_SECONDS", 0.0)
+    monkeypatch.setattr(StandbyDevices, "_utilisation", lambda *_: Utilisation(1, 1.0))
+    fleet = replace(ELASTIC, device=THREADS.device, others=THREADS.others)
+
+    async def scenario() -> None:
+        agents = Agents("x", "y", cores=1)
+        async with asyncio.timeout(DEADLINE):
+            first, workers = await begun(agents, fleet)
+            await until(lambda: first.devices["cpu:1"].down is None)
+            before = pids(first)
+            die(first, workers)
+            monkeypatch.setattr(standby, "WANT_SECONDS", float("inf"))
+            async with serving(agents, fleet) as (second, _):
+                assert second.devices["cpu:1"].stands_by
+                assert agents.devices == {"cpu:0": "x"}
+                assert second.devices["cpu:0"].kept
+                await until(lambda: not Path(f"/proc/{before['cpu:1']}").exists())
+                await all_of(second.router.submit([asked("1", "a")]))
 
     asyncio.run(scenario())
 
