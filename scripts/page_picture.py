@@ -23,7 +23,7 @@ from tests.server.browser import CHROMIUM, Browser, browser
 
 ASK = "What is a ship's ballast?"
 WIDTH, HEIGHT = 1280, 900
-SIMULATED = {"presets": "ballast,lru,swap", "workload": "poisson", "rate": "2", "seconds": "40"}
+SIMULATED = {"presets": "ballast,lru,swap"}
 TOKENS = 48
 
 
