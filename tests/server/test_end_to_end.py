@@ -13,7 +13,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.server.process import DEADLINE, ServerProcess, server, until
+from tests.server.process import ServerProcess, until
 from tests.server.test_api import sample, usage
 
 MODELS = ("atlas-chat", "wren-mini")
@@ -152,7 +152,7 @@ def test_errors_of_the_worker_and_of_the_server(client: OpenAI) -> None:
         client.completions.create(model="none", prompt="a")
 
 
-async def _streams(client: openai.AsyncOpenAI, n: int) -> list[Any]:
+async def long_streams(client: openai.AsyncOpenAI, n: int) -> list[Any]:
     """Two long streams, past their first token, of `n` choices each."""
     arguments: Any = {
         "model": MODEL,
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
 
     async def scenario() -> None:
         async with real.async_client() as client:
-            for stream in await _streams(client, 16):
+            for stream in await long_streams(client, 16):
                 await stream.close()
 
     def left() -> float:
@@ -197,22 +197,3 @@ def test_a_client_that_leaves_frees_its_memory(real: ServerProcess) -> None:
     # Of those that had begun, the worker has told how long they waited.
     begun = sample(real, "vllm_time_to_first_token_seconds_count", model_name=MODEL)
     assert sample(real, "vllm_request_queue_time_seconds_count", model_name=MODEL) == begun > 2
-
-
-def test_a_drain_completes_the_streams_in_flight(fleet_file: Path) -> None:
-    n = 4
-    with server(fleet_file, "--drain", str(DEADLINE)) as draining:
-
-        async def scenario() -> None:
-            async with draining.async_client() as client:
-                streams = await _streams(client, n)
-                draining.signal()
-                for stream in streams:
-                    chunks = [c async for c in stream]
-                    reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
-                    assert reasons.count("length") == n
-                    assert usage(chunks[-1]).completion_tokens == n * LONG
-
-        asyncio.run(scenario())
-        assert draining.wait() == 0
-        assert "Traceback" not in draining.output

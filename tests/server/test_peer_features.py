@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,10 @@ ALIAS = "gpt-4o"
 
 
 @pytest.fixture(scope="module")
-def peers_file(fleet_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def peers_file(fleet_file: Path) -> Path:
     """Two models, of which one has an alias; keys, and an origin whose pages may read."""
-    directory = tmp_path_factory.mktemp("peers")
-    shutil.copytree(fleet_file.parent, directory, dirs_exist_ok=True)
-    model = next(path for path in sorted(directory.iterdir()) if path.is_dir())
-    shutil.copytree(model, directory / "more")
-    file = directory / "fleet.yaml"
-    text = with_alias(file.read_text(), MODEL)
+    file = fleet_file.with_name("peers.yaml")
+    text = with_alias(fleet_file.read_text(), MODEL)
     server_section = """
 server:
   admin_key: sk-admin-of-the-tests
@@ -122,7 +117,7 @@ def test_a_key_for_an_alias_is_for_its_model(peers: ServerProcess) -> None:
 
 def test_added_models_have_aliases_and_no_name_is_given_twice(peers: ServerProcess) -> None:
     def add(name: str, *aliases: str) -> httpx.Response:
-        entry = {"name": name, "path": "more", "aliases": aliases}
+        entry = {"name": name, "path": MODEL, "aliases": aliases}
         return admin(peers, "POST", "models", json=entry)
 
     for name, aliases in ((ALIAS, ()), ("x", (MODEL,)), ("x", (ALIAS,))):
