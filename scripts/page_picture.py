@@ -23,7 +23,7 @@ from tests.server.browser import CHROMIUM, Browser, browser
 
 ASK = "What is a ship's ballast?"
 WIDTH, HEIGHT = 1280, 900
-SIMULATED = {"presets": "ballast,lru,swap"}
+SIMULATED = {"presets": "ballast,lru,swap", "seconds": "120"}
 TOKENS = 48
 
 

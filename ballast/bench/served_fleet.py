@@ -56,8 +56,7 @@ from ballast.sim.story_reader import DeviceStory, read_device_stories
 from ballast.workload.workload import Workload, WorkloadRequest
 
 MOST_PRESETS = 6
-FULL = 2.0
-UNASKED = 8, 1000
+UNASKED = 8, 200
 """Fewest and most requests of a generator, on average, where no rate was asked for."""
 PROGRESS_SECONDS = 0.2
 _NICE = 10
@@ -203,9 +202,8 @@ def _workload(job: SimulationJob) -> Workload:
 
 
 def _full_rate(job: SimulationJob, work: Workload) -> float:
-    """Requests a second, of such lengths, that are `FULL` times what the fleet's own devices could
-    serve one after the other: steps that several share leave room for that, a lack of pages does
-    not."""
+    """Requests a second, of such lengths, that the fleet's own devices could serve one after the
+    other: steps that several share leave room beside that, a lack of pages does not."""
     costs = {s.name: job.costs[spec.name] for spec in job.specs for s in spec.served}
 
     def alone(r: WorkloadRequest) -> float:
@@ -213,7 +211,7 @@ def _full_rate(job: SimulationJob, work: Workload) -> float:
         return costs[r.model].prefill_seconds(r.prompt_tokens) + (r.output_tokens - 1) * step
 
     seconds = sum(map(alone, work.requests)) / len(work.requests)
-    return float(f"{FULL * len(job.fleet.devices) / seconds:.2g}")
+    return float(f"{len(job.fleet.devices) / seconds:.2g}")
 
 
 def _recorded(job: SimulationJob) -> Workload:

@@ -73,7 +73,7 @@ def test_without_a_rate_as_much_is_asked_as_its_devices_can_do() -> None:
             name: replace(c, base=factor * c.base, per_token=factor * c.per_token)
             for name, c in job().costs.items()
         }
-        asked = {"workload": "bursty", "seconds": 300.0, "presets": "swap"}
+        asked = {"workload": "bursty", "seconds": 600.0, "presets": "swap"}
         found.append(answer(job(costs=costs, **asked))["presets"][0]["requests"])
     assert 8 <= found[0] / found[1] <= 12
 
