@@ -115,7 +115,7 @@ def test_models_that_are_given_up_leave_unless_they_are_pinned_or_have_places() 
     view = worlds.device(*models, now=100.0, free=0)
     (found,) = expire(view).evictions
     assert found == eviction(models[0], "the requests that waited for it have left")
-    on_demand = ("swap", "lru", "balloon", "prism", "ballast", "swiftcache")
+    places = ("static", "recompute", "superinfer", "mirage", "kvswap", "muxserve", "c2cserve")
     for name in PRESETS:
         left = [e.model for e in resolve(name).memory.expire(view).evictions]
-        assert left == (["given up"] if name in on_demand else []), name
+        assert left == ([] if name in places else ["given up"]), name
