@@ -89,9 +89,13 @@ class CudaMachine:
         self.peer_link = None
         self._number, self._context = number, driver.retain_context(number)
         driver.set_current(self._context)
-        self.host_kernels = self._host_kernels(preset_of(fleet), ordinal)
+        preset = preset_of(fleet)
+        self._reads_host = preset.requires.in_place
+        reads = self._reads_host or bool(preset.values.get("in_place"))
+        self.host_kernels = self._kernels_on_host(preset, ordinal) if reads else None
         n_pages = device.budget_bytes // device.page_bytes
         self.vm = CudaVm(driver, ordinal, device.page_bytes, n_pages)
+        self.vm.maps_host = reads
         self.link = CudaLink(driver, ordinal, clock, post)
         self.pins = PinnedMemory(driver, ordinal)
         self._pinned: Counter[int] = Counter()
@@ -112,18 +116,15 @@ class CudaMachine:
                 n_bytes, lambda stream: self._compute.recorder(self._streams.twin(stream))
             )
 
-    def _host_kernels(self, preset: Preset, ordinal: int) -> HostKernels:
-        """Return how passes read weights in host memory; rates are measured if `preset` may have
-        them do so."""
-        self._reads_host = preset.requires.in_place
+    def _kernels_on_host(self, preset: Preset, ordinal: int) -> HostKernels:
+        """Return how passes read weights in host memory, by rates that are measured now."""
         bandwidth = None
-        if self._reads_host or preset.values.get("in_place"):
-            try:
-                bandwidth = measure_bandwidth(self._driver, ordinal, MEASURED_BYTES)
-            except DeviceLost:
-                raise
-            except DeviceError as error:
-                log.warning("`os_share` stays as it is: rates cannot be measured: %s", error)
+        try:
+            bandwidth = measure_bandwidth(self._driver, ordinal, MEASURED_BYTES)
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            log.warning("`os_share` stays as it is: rates cannot be measured: %s", error)
         count = self._driver.attribute(self._number, Attribute.MULTIPROCESSORS)
         knob = KnobSetting.of(preset.values)
         return HostKernels(self._driver, self._compute.current, count, knob, bandwidth)
@@ -152,7 +153,7 @@ class CudaMachine:
             if not self._pinned[address]:
                 self.pins.pin(address, whole_pages(segment))
             self._pinned[address] += 1
-        if self._pointers(host) is None:
+        if self.vm.maps_host and self._pointers(host) is None:
             if self._reads_host:
                 self.unload(host)
                 raise UnsupportedModel(f"{settings.name}: {NOT_LOCKED}")
@@ -208,7 +209,7 @@ class CudaMachine:
         kind = GpuFusedModel if host.fused else GpuTransformersModel
         _report_dependence(host, self.device)
         shared = (compute.attention, self._graphs, self._common)
-        pointers = self._pointers(host)
+        pointers = self._pointers(host) if self.vm.maps_host else None
         made = kind(
             host, *where, *shared, invariant=self.device.is_invariant, host_pointers=pointers
         )

@@ -22,7 +22,7 @@ from ballast.live import cuda_machine
 from ballast.live.cuda_machine import NOT_LOCKED
 from ballast.live.cuda_reads import KernelReads
 from ballast.models.gpu.executor import GpuExecutor
-from ballast.policy.presets import Preset, preset_of
+from ballast.policy.presets import Preset, preset_of, resolve
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.engine.gpus import beside, on_gpu, serving
 from tests.engine.test_host_direct import RandomPlaces, check
@@ -59,10 +59,11 @@ def test_no_token_changes(tmp_path: Path, driver: FakeDriver, impl: str) -> None
     waves = [[replace(r, max_tokens=24) for r in wave] for wave in rounds(2)]
     with InProcess(with_path(fleet(paths), "generic", "plain")) as server:
         alone = {id: a for wave in waves for id, a in server.generate(wave).items()}
-    settings = on_gpu(with_path(fleet(paths), impl, "plain"))
+    settings = on_gpu(with_path(fleet(paths, preset="ballast"), impl, "plain"))
+    settings = with_options(settings, in_place=1)
     with serving(beside(settings, need(paths)), driver) as server:
         loop = server.device.loop
-        policy = RandomPlaces(loop.preset.memory)
+        policy = RandomPlaces(resolve("balloon").memory)
         loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
         answers = {id: a for wave in waves for id, a in server.generate(wave).items()}
         for n in range(40):  # segments come to pages when these are free, then some go
@@ -152,3 +153,14 @@ def test_devices_of_several_ranks_are_refused(paths: dict[str, Path]) -> None:
     device = replace(settings.device, tensor_parallel=2)
     with pytest.raises(ConfigError, match="devices of one rank"):
         preset_of(replace(settings, device=device))
+
+
+def test_a_preset_that_reads_nothing_in_place_has_no_part_of_it(
+    paths: dict[str, Path], driver: FakeDriver
+) -> None:
+    settings = beside(on_gpu(fleet({"a": paths["a"]})), 256)
+    with serving(settings, driver) as server:
+        assert server.device.machine.host_kernels is None
+        assert not device_view(server.device.state).reads_host
+        assert server.generate(asked(1, models=("a",)))["a0"].finished
+    assert "device_pointer" not in driver.calls

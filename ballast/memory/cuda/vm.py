@@ -41,7 +41,7 @@ class CudaVm:
         self.page_bytes = page_bytes
         self.n_pages = n_pages
         self.maps_host = True
-        """Whether kernels read weights in host memory: as long as all of it can be page-locked."""
+        """Whether kernels may read weights in host memory; its machine sets it."""
         self.device = driver.device(ordinal)
         for need in (Attribute.MAPS_MEMORY, Attribute.EXPORTS_FDS):
             if not driver.attribute(self.device, need):
