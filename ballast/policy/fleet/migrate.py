@@ -242,10 +242,10 @@ def moves(
 
 def _far(view: FleetView, need: ModelDemand, here: str, patience: float) -> list[str]:
     """Return the devices on hosts that a model's weights do not reach in time."""
-    if math.isinf(view.network):
+    if need.weights <= patience * view.network:
         return []
-    others = (d for d in view.devices if d.name != here)
-    return [d.name for d in others if view.seconds_to_host(need, d) > patience]
+    near = {d.room.host for d in view.devices if d.serves(need.model)}
+    return [d.name for d in view.devices if d.name != here and d.room.host not in near]
 
 
 def _why(choice: PlacementChoice, here: str) -> str:
