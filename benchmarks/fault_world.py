@@ -133,6 +133,11 @@ class VirtualTimers:
         heapq.heappush(self._heap, (at, next(self._sequence), entry))
         return entry
 
+    def keep_lasting(self) -> None:
+        """Forget all calls but those of `LastingTimers`."""
+        self._heap = [entry for entry in self._heap if entry[2].lasting]
+        heapq.heapify(self._heap)
+
     def step(self) -> bool:
         """Make the next call; return False if there is none."""
         while self._heap:
@@ -146,9 +151,26 @@ class VirtualTimers:
 @dataclass(slots=True)
 class _Call:
     call: Callable[[], object] | None
+    lasting: bool = False
+    """Whether it is made though all but the spare worker is over."""
 
     def cancel(self) -> None:
         self.call = None
+
+
+@dataclass(frozen=True)
+class LastingTimers:
+    """Implements `ballast.control.timers.Timers`, for what goes on after all else."""
+
+    timers: VirtualTimers
+
+    def now(self) -> float:
+        return self.timers.now()
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> _Call:
+        made = self.timers.call_later(seconds, call)
+        made.lasting = True
+        return made
 
 
 @dataclass
@@ -262,7 +284,7 @@ class FaultWorld:
         self.timers = VirtualTimers()
         self._lends = lends = rng.random() < 0.7
         self._begin()
-        self.reserve = FaultSpares(self.timers, random.Random(-seed - 3))
+        self.reserve = FaultSpares(LastingTimers(self.timers), random.Random(-seed - 3))
         self.reserve.want()
         self.away = False
         """Whether the server has ended, and its successor has not begun."""
@@ -270,8 +292,6 @@ class FaultWorld:
         """Servers that have begun."""
         self._asking = n_requests
         """Requests that are yet to come, or to come again."""
-        self._resting = False
-        """Whether all is over but for the spare worker: no worker does anything more."""
         self._homes: list[tuple[str, Role, list[str]]] = []
         """The devices of the fleet file, with their models."""
         self.spite = random.Random(-seed - 2) if seed % SPITEFUL == SPITEFUL - 1 else None
@@ -373,7 +393,7 @@ class FaultWorld:
                 break
         while self.timers.now() < HORIZON and self._holding and self.timers.step():
             pass
-        self._resting = True
+        self.timers.keep_lasting()  # all is over but for the spare worker
         while self.timers.now() < HORIZON and not self.reserve.ready and self.timers.step():
             pass
 
@@ -764,16 +784,11 @@ class FaultWorld:
 
     def _report_later(self, device: FaultDevice, process: Worker) -> None:
         def report() -> None:
-            if self._goes_on(device, process):
+            if process.alive and process is device.process and not process.hung:
                 self._send(device, partial(self._reported, device, self._report(device)), up=True)
                 self.timers.call_later(REPORT_SECONDS, report)
 
         self.timers.call_later(REPORT_SECONDS, report)
-
-    def _goes_on(self, device: FaultDevice, process: Worker) -> bool:
-        """Return whether a worker does what it does again and again."""
-        here = process.alive and process is device.process
-        return here and not process.hung and not self._resting
 
     def _reported(self, device: FaultDevice, report: DeviceReport) -> None:
         device.report = report
@@ -868,7 +883,7 @@ class FaultWorld:
 
     def _compute_later(self, device: FaultDevice, process: Worker) -> None:
         def compute() -> None:
-            if self._goes_on(device, process):
+            if process.alive and process is device.process and not process.hung:
                 self._compute(device)
                 process.memory.step(self.timers.now())
                 self._let_go(process)
