@@ -14,7 +14,7 @@ which knows what it learns. `wrong.X.low`, `wrong.X.high`: likewise where X is a
 times.
 `wrong.kinds`: by kind of workload; `worst_wrong`: the least of these (goal: not less than -2).
 `wrong.lost`: points beside the same with estimates that are not wrong. `--wrong-alone`: nothing
-else.
+else; `--minutes`: as many workloads as end in time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -131,8 +132,12 @@ def wrong_summary(
     }
 
 
-def wrong_estimates(pool: ProcessPoolExecutor, n: int, workloads: Sequence[str]) -> dict[str, Any]:
-    """Run the workloads with wrong estimates, the same with learned ones, and the rival."""
+def wrong_estimates(
+    pool: ProcessPoolExecutor, n: int, workloads: Sequence[str], minutes: float
+) -> dict[str, Any]:
+    """Run the workloads with wrong estimates, the same with learned ones, and the rival, as many as
+    end within `minutes`."""
+    until = time.monotonic() + 60 * minutes
     cases = wrong_cases(n, workloads)
     wanted: list[Case] = []
     for workload, seed, given in cases:
@@ -142,13 +147,16 @@ def wrong_estimates(pool: ProcessPoolExecutor, n: int, workloads: Sequence[str])
             (workload, seed, RIVAL, ()),
         ]
     shares: list[float] = []
-    for share in pool.map(partial(measure, WRONG_SECONDS), wanted):
-        shares.append(share)
-        if len(shares) % (3 * SAID_EVERY) == 0:
-            done = len(shares) // 3
-            so_far = wrong_summary(cases[:done], shares[::3], shares[1::3], shares[2::3])
-            print(f"{done} of {n} workloads, mean {so_far['wrong.mean']:+.1f}", flush=True)
-    return wrong_summary(cases, shares[::3], shares[1::3], shares[2::3])
+    coming = [pool.submit(measure, WRONG_SECONDS, case) for case in wanted]
+    for i, share in enumerate(coming):
+        shares.append(share.result())
+        if (i + 1) % (3 * SAID_EVERY) == 0:
+            print(f"{(i + 1) // 3} of {n} workloads with wrong estimates", flush=True)
+        if (i + 1) % 3 == 0 and time.monotonic() > until:
+            pool.shutdown(wait=False, cancel_futures=True)
+            break
+    done = len(shares) // 3
+    return wrong_summary(cases[:done], shares[::3], shares[1::3], shares[2::3])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -156,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--only", default="", help="workloads, by commas")
         parser.add_argument("--seeds", type=int, default=4)
         parser.add_argument("--wrong", type=int, default=200, help="workloads, wrong estimates")
+        parser.add_argument("--minutes", type=float, default=math.inf, help="of wrong estimates")
         parser.add_argument("--wrong-alone", action="store_true", help="wrong estimates alone")
         parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals")
         parser.add_argument("--processes", type=int, default=2)
@@ -170,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.wrong_alone:
             result = switched_off(partial(_run, pool, seconds, chosen, seeds))
         if args.wrong:
-            result |= wrong_estimates(pool, args.wrong, chosen if args.only else tuple(WORKLOADS))
+            kinds = chosen if args.only else tuple(WORKLOADS)
+            result |= wrong_estimates(pool, args.wrong, kinds, args.minutes)
     finish(args, "arbiter_ablation", result, _table(result))
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,16 +95,20 @@ def served(setting: Setting, row: str, budget: int) -> FleetSettings:
     return halves(replace(chosen, options=COMPARED.options(row)))
 
 
-def measure(setting: Setting, work: Workload, rounds: int) -> dict[str, list[Report]]:
-    """Return the reports of each row, by round."""
+def measure(setting: Setting, name: str, work: Workload, rounds: int) -> dict[str, list[Report]]:
+    """Return the reports of each row, by round; prints each as it ends."""
     budget = int(BUDGET * (setting.weight_bytes + setting.peak_kv_bytes))
     slos = {s.name: s.slo for s in setting.specs}
     found: dict[str, list[Report]] = {row: [] for row in COMPARED.rows}
 
     def once(row: str) -> float:
+        began = time.monotonic()
         ran = asyncio.run(run_servers([served(setting, row, budget)], work, slos, name=row))
         found[row].append(ran.report)
-        return attained(ran.report)
+        share = attained(ran.report)
+        seconds = time.monotonic() - began
+        print(f"{name}, {row}: {100 * share:.1f} % in time, {seconds:.0f} s", flush=True)
+        return share
 
     interleave({row: partial(once, row) for row in found}, rounds)
     return found
@@ -138,16 +143,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(__doc__, argv, extra)
     rounds = args.rounds or (1 if args.quick else 3)
     seconds = args.seconds or (12.0 if args.quick else 30.0)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         setting = prepare(Path(scratch), args.trace, seconds)
         assert setting.roomy.link.pace is not None
         slo = levels(setting.specs, setting.profile.lane_costs, setting.roomy.link.pace.to_device)
         setting = setting.with_levels({s.name: slo for s in setting.specs})
+        print(f"models made and measured in {time.monotonic() - began:.0f} s", flush=True)
         found = {}
         for name, work in workloads(setting, args.trace, seconds).items():
-            found[name] = measure(setting, work, rounds)
-            texts = (f"{row} {100 * attained(r[-1]):.1f}" for row, r in found[name].items())
-            print(f"{name}, {len(work.requests)} requests: {', '.join(texts)}", flush=True)
+            print(f"{name}: {len(work.requests)} requests in {work.seconds:.0f} s", flush=True)
+            found[name] = measure(setting, name, work, rounds)
     result = summary(found)
     table = Table("attained, %", *result["attained"], title="arbiter_live")
     for row in COMPARED.rows:
