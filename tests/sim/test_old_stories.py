@@ -110,6 +110,15 @@ MENDED: dict[str, tuple[Mended, ...]] = {
     "prism-1": (_own_cache(0, 27, 42, "m0"),),
     "recompute-pooled": (_scattered(0, 102, "m0", 1), _scattered(2, 70, "m0", 3)),
     "recompute-turns": (_own_cache(0, 412, 273, "a"),),
+    "superinfer-1": (
+        Mended(
+            life=0,
+            entry=143,
+            replayed={"promises": [{"model": "a", "weights": 0, "kv": 18}]},
+            reason="a request whose KV had to be computed again was preempted again and again, as "
+            "it got ahead of its pace each time (decision 168)",
+        ),
+    ),
     "swiftcache-1": (_own_cache(0, 27, 42, "m0"),),
 }
 """By name of the story, one for each life that differs: it goes its own way from there."""
