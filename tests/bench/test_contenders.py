@@ -13,7 +13,7 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.mirage_cases import COMPARED
 
 TABLES = {
-    "fleet": fleet.COMPARED,
+    "fleet": defaults(*(row for p in fleet.COMPARED_PRESETS for row in fleet.rows_of(p))),
     "sim_fidelity": sim_fidelity.COMPARED,
     "sim_fidelity, quick": sim_fidelity.QUICK,
     "arbiter_sim": arbiter_sim.COMPARED,
