@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ray", required=True)
     asked = parser.parse_args()
-    set_up_logs("server", "text", "error")
+    set_up_logs("server", "text", "info")  # as `ballast serve` does: requests are logged
     source = FleetSource(asked.fleet, presets=PRESETS)
     return serve(source, port=asked.port, ray=RayHosts(asked.ray, local=False))
 
