@@ -27,7 +27,7 @@ RATE = 1e7
 LAYER = 4 * PAGE
 STEP = 0.02
 """Seconds of a job, whatever it computes: less than the link takes for its layers."""
-ON_DEMAND = ("swap", "lru", "balloon", "prism", "ballast", "swiftcache")
+ON_DEMAND = ("swap", "lru", "balloon", "prism", "ballast", "swiftcache", "c2cserve")
 """Presets that bring models for requests; others have brought all before any request waits."""
 
 
