@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -146,7 +146,8 @@ def serve(
 
     kept = None if no_changes else changes or fleet_file.with_suffix(".changes.json")
     source = FleetSource(fleet_file, presets=PRESETS, changes=kept, adjust=adjust)
-    with early or nullcontext(), lines_to(lambda t: log.info("%s", t), UNCHANGED_SECONDS) as lines:
+    owned = nullcontext() if early is None else closing(early)
+    with owned, lines_to(lambda line: log.info("%s", line), UNCHANGED_SECONDS) as lines:
         lines.at("starting: reading the fleet file", 0)
         reading = source.read()
         hosts_http = _hosts_http(hosts_http, reading.fleet)  # whatever is read again: `adjust`

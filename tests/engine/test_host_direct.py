@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from ballast.bench.inprocess import InProcess
+from ballast.bench.inprocess import Answer, InProcess
 from ballast.core.actions import Action, Decision, Reside
+from ballast.core.request import Submission
 from ballast.core.residency_plan import ResidencyPlan
 from ballast.core.view import DeviceView, Residency
 from ballast.memory.address_space import TABLE_BYTES
@@ -110,6 +112,31 @@ def check(server: InProcess) -> None:
                 assert s.address % TABLE_BYTES == s.host_address % TABLE_BYTES == 0
 
 
+def check_tokens(
+    server: InProcess,
+    policy: RandomPlaces,
+    waves: Sequence[Sequence[Submission]],
+    alone: Mapping[str, Answer],
+) -> None:
+    """Serve `waves` while segments change places at random; every answer is as it was `alone`."""
+    loop = server.device.loop
+    loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
+    answers = {id: a for wave in waves for id, a in server.generate(wave).items()}
+    for n in range(40):  # segments come to pages when these are free, then some go
+        if policy.moved[False] and policy.moved[True] and policy.gone:
+            break
+        wave = waves[n % len(waves)]
+        answers |= server.generate([replace(r, id=f"{r.id}/{n}") for r in wave])
+    policy.left = policy.moves = 0
+    check(server)
+    assert min(policy.places[False], policy.places[True], policy.gone) > 0
+    assert min(policy.moved[False], policy.moved[True]) > 0
+    for id, answer in answers.items():
+        expected = alone[id.partition("/")[0]]
+        assert answer.tokens == expected.tokens, id
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_no_token_changes(tmp_path: Path) -> None:
     base, tuned = make_base_and_tuned(tmp_path)
     other = make_llama(tmp_path / "other", 7, num_hidden_layers=5)
@@ -120,23 +147,7 @@ def test_no_token_changes(tmp_path: Path) -> None:
         alone = {id: a for wave in waves for id, a in server.generate(wave).items()}
     settings = with_path(fleet(paths, need(paths)), "fused", "packed")
     with InProcess(settings) as server:
-        loop = server.device.loop
-        policy = RandomPlaces(loop.preset.memory)
-        loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
-        answers = {id: a for wave in waves for id, a in server.generate(wave).items()}
-        for n in range(40):  # segments come to pages when these are free, then some go
-            if policy.moved[False] and policy.moved[True] and policy.gone:
-                break
-            wave = waves[n % len(waves)]
-            answers |= server.generate([replace(r, id=f"{r.id}/{n}") for r in wave])
-        policy.left = policy.moves = 0
-        check(server)
-    assert min(policy.places[False], policy.places[True], policy.gone) > 0
-    assert min(policy.moved[False], policy.moved[True]) > 0
-    for id, answer in answers.items():
-        expected = alone[id.partition("/")[0]]
-        assert answer.tokens == expected.tokens, id
-        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        check_tokens(server, RandomPlaces(server.device.loop.preset.memory), waves, alone)
 
 
 def test_models_that_do_not_fit_are_served_together_from_host_memory(tmp_path: Path) -> None:

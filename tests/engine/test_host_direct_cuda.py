@@ -22,10 +22,10 @@ from ballast.live import cuda_machine
 from ballast.live.cuda_machine import NOT_LOCKED
 from ballast.live.cuda_reads import KernelReads
 from ballast.models.gpu.executor import GpuExecutor
-from ballast.policy.presets import Preset, preset_of, resolve
+from ballast.policy.presets import preset_of, resolve
 from tests.engine.checkpoints import make_base_and_tuned, make_llama
 from tests.engine.gpus import beside, on_gpu, serving
-from tests.engine.test_host_direct import RandomPlaces, check
+from tests.engine.test_host_direct import RandomPlaces, check_tokens
 from tests.engine.test_partial_residency import rounds
 from tests.engine.test_rotating import with_path
 from tests.live.test_live_device import NAMES, asked, fleet, need
@@ -62,23 +62,7 @@ def test_no_token_changes(tmp_path: Path, driver: FakeDriver, impl: str) -> None
     settings = on_gpu(with_path(fleet(paths, preset="ballast"), impl, "plain"))
     settings = with_options(settings, in_place=1)
     with serving(beside(settings, need(paths)), driver) as server:
-        loop = server.device.loop
-        policy = RandomPlaces(resolve("balloon").memory)
-        loop.use_preset(Preset("random", policy, loop.preset.compute, loop.preset.order))
-        answers = {id: a for wave in waves for id, a in server.generate(wave).items()}
-        for n in range(40):  # segments come to pages when these are free, then some go
-            if policy.moved[False] and policy.moved[True] and policy.gone:
-                break
-            wave = waves[n % len(waves)]
-            answers |= server.generate([replace(r, id=f"{r.id}/{n}") for r in wave])
-        policy.left = policy.moves = 0
-        check(server)
-    assert min(policy.places[False], policy.places[True], policy.gone) > 0
-    assert min(policy.moved[False], policy.moved[True]) > 0
-    for id, answer in answers.items():
-        expected = alone[id.partition("/")[0]]
-        assert answer.tokens == expected.tokens, id
-        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        check_tokens(server, RandomPlaces(resolve("balloon").memory), waves, alone)
 
 
 @pytest.mark.parametrize("promote", [0, 1])

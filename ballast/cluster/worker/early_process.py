@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from ballast.isolation.environment import child_environment
 
@@ -46,17 +45,6 @@ class EarlyProcess:
                 pass_fds=(fd,),
                 env=child_environment({"RUST_BACKTRACE": "0"}),
             )
-
-    def __enter__(self) -> EarlyProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process, unless it has become a worker."""

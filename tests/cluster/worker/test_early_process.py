@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import closing
 
 from ballast.cluster.worker.early_process import EarlyProcess
 from ballast.cluster.worker.local_process import LocalProcess
@@ -24,7 +25,7 @@ ENDS = [sys.executable, "-c", "pass"]
 
 def test_it_becomes_the_first_worker_with_its_descriptors() -> None:
     async def scenario() -> None:
-        with EarlyProcess([sys.executable, "-c", RECORDS]) as early:
+        with closing(EarlyProcess([sys.executable, "-c", RECORDS])) as early:
             first, second = LocalProcess(ENDS, early=early), LocalProcess(ENDS, early=early)
             for process in (first, second):
                 await process.spawn("--dir", "here", ended=lambda: None)
@@ -41,7 +42,7 @@ def test_it_becomes_the_first_worker_with_its_descriptors() -> None:
 
 def test_one_that_has_ended_is_replaced() -> None:
     async def scenario() -> None:
-        with EarlyProcess(ENDS) as early:
+        with closing(EarlyProcess(ENDS)) as early:
             await early.wait()
             process = LocalProcess(ENDS, early=early)
             await process.spawn(ended=lambda: None)
@@ -52,7 +53,7 @@ def test_one_that_has_ended_is_replaced() -> None:
 
 
 def test_one_that_is_not_needed_ends() -> None:
-    with EarlyProcess() as killed:
+    with closing(EarlyProcess()) as killed:
         pass
     assert killed.returncode == -9
     early = EarlyProcess()
